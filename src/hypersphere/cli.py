@@ -1,0 +1,253 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import hypersphere
+from hypersphere import data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
+from hypersphere.errors import HypersphereError
+from hypersphere.registry import Registry, UnknownNameError, did_you_mean
+from hypersphere.train import DivergedError, Interrupted, ProgressBar, RunFolder, Trainer, pick_device
+from hypersphere.train.distributed import world
+
+app = typer.Typer(
+    help="Deep learning on the hypersphere: train, evaluate and look at what was learned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+errors = Console(stderr=True)
+
+DEMO = ("digits-softmax", "digits-a-softmax", "digits-arcface")
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="folder with the data sets (default: $HYPERSPHERE_DATA, ./data, the user's cache)")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes, e.g. loss.m=0.3")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"hypersphere {hypersphere.__version__} (torch {torch.__version__})", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version and stop", callback=_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="folder for the runs and the page")] = Path("runs/demo"),
+    device: Device = "auto",
+) -> None:
+    """Train softmax, A-Softmax and ArcFace on handwritten digits and compare them on one page."""
+    runs = [_train(recipe.load(name), output / name, device, None) for name in DEMO]
+    _show_metrics(runs)
+    _write_report(runs, output / "report.html")
+
+
+@app.command()
+def train(
+    source: Annotated[str, typer.Argument(metavar="[RECIPE]", help="name or YAML file")] = "digits-arcface",
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option(help="folder of the run (default: runs/NAME-HASH)")] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+) -> None:
+    """Train a recipe. Started again after an interruption, it goes on where it was."""
+    if "=" in source and not Path(source).exists():
+        source, overrides = "digits-arcface", [source, *(overrides or [])]
+    plan = recipe.load(source, overrides or [])
+    folder = _train(plan, run or Path("runs") / f"{plan.name}-{plan.hash}", device, data_root)
+    if _is_main():
+        _show_metrics([folder])
+        _write_report([folder], folder.report_file)
+
+
+@app.command()
+def resume(run: Run, device: Device = "auto", data_root: DataRoot = None) -> None:
+    """Continue an interrupted run from its last checkpoint."""
+    folder = RunFolder.open(run)
+    _train(folder.recipe(), run, device, data_root)
+    if _is_main():
+        _show_metrics([folder])
+        _write_report([folder], folder.report_file)
+
+
+@app.command("evaluate")
+def evaluate_run(run: Run, device: Device = "auto", data_root: DataRoot = None) -> None:
+    """Measure the last checkpoint of a run again and show its metrics."""
+    folder = RunFolder.open(run)
+    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root)
+    trainer.step_number = trainer.load()
+    trainer.write_evaluation(evaluate.measure(trainer.outputs(), trainer.recipe.evaluate.metrics))
+    _show_metrics([folder])
+
+
+@app.command("report")
+def report_runs(
+    runs: Runs, output: Annotated[Path | None, typer.Option("--output", "-o", help="file to write")] = None
+) -> None:
+    """Write one page that shows a run, or several side by side."""
+    folders = [RunFolder.open(run) for run in runs]
+    default = folders[0].report_file if len(folders) == 1 else Path("report.html")
+    _write_report(folders, output or default)
+
+
+FAMILIES: dict[str, Registry[Any]] = {
+    "losses": losses.losses,
+    "layers": nn.layers,
+    "energies": energy.energies,
+    "orthogonal": orthogonal.maps,
+    "models": models.models,
+    "datasets": data.datasets,
+    "evaluations": evaluate.evaluations,
+}
+
+
+@app.command("list")
+def list_entries(
+    family: Annotated[str | None, typer.Argument(help=f"{', '.join(FAMILIES)} or recipes; all by default")] = None,
+) -> None:
+    """List what recipes can name, with the defaults and a line of help for each."""
+    known = [*FAMILIES, "recipes"]
+    if family is not None and family not in known:
+        raise UnknownNameError(f"unknown family {family!r}.{did_you_mean(family, known)} Known: {', '.join(known)}")
+    for name in known if family is None else [family]:
+        grid = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2))
+        grid.add_column("name", style="cyan", no_wrap=True)
+        grid.add_column("options and defaults" if name in FAMILIES else "", style="dim", ratio=2)
+        grid.add_column("what it is", ratio=3)
+        if name == "recipes":
+            grid = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2))
+            grid.add_column("name", style="cyan", no_wrap=True)
+            grid.add_column("what it is")
+            for title, text in recipe.embedded().items():
+                grid.add_row(title, escape(text))
+        else:
+            for title in FAMILIES[name]:
+                entry = FAMILIES[name][title]
+                also = f" [dim](also {', '.join(entry.aliases)})[/]" if entry.aliases else ""
+                grid.add_row(title, escape(", ".join(map(str, entry.options))), escape(entry.help) + also)
+            if not len(FAMILIES[name]):
+                grid.add_row("none yet", "", "")
+        console.print(grid)
+        console.print()
+
+
+@app.command("data")
+def list_data(
+    data_root: DataRoot = None,
+    verify: Annotated[bool, typer.Option(help="check contents against the published checksums")] = True,
+) -> None:
+    """List the data sets that are found, check them, and say where the missing ones come from."""
+    statuses = data.inventory(data_root, verify=verify)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    grid.add_column("data set", style="cyan", no_wrap=True)
+    grid.add_column("state", no_wrap=True)
+    grid.add_column("details", overflow="fold")
+    colours = {"found": "green", "embedded": "green", "missing": "yellow", "corrupt": "red"}
+    for status in statuses:
+        where = f"{status.folder}: " if status.folder else ""
+        grid.add_row(status.name, f"[{colours[status.state]}]{status.state}[/]", escape(f"{where}{status.detail}"))
+    console.print(grid)
+    if any(status.state == "corrupt" for status in statuses):
+        raise typer.Exit(1)
+
+
+@app.command()
+def docs(
+    folder: Annotated[Path, typer.Option(help="folder with rows/ and the pages made from them")] = Path("docs"),
+    check: Annotated[bool, typer.Option(help="only say whether the pages are up to date")] = False,
+) -> None:
+    """Write docs/results.md and docs/benchmarks.md from the measured rows in docs/rows."""
+    stale = results.write_pages(folder, check=check)
+    if check and stale:
+        raise HypersphereError(f"{', '.join(map(str, stale))}: out of date, run `hypersphere docs`")
+    console.print(f"{'Checked' if check else 'Wrote'} the pages in {folder}", highlight=False)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | None) -> RunFolder:
+    device = pick_device(device_name)
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    with world(device) as here:
+        if here.main:
+            RunFolder.create(path, plan, device)
+        here.barrier()
+        run = RunFolder.open(path)
+        if run.facts()["status"] == "finished":
+            console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
+            return run
+        trainer = Trainer(plan, run, device, data_root=data_root, callbacks=[ProgressBar(console)], world=here)
+        trainer.fit()
+    return run
+
+
+def _show_metrics(runs: list[RunFolder]) -> None:
+    rows = {run.facts()["name"]: run.evaluation()["metrics"] for run in runs}
+    titles, cells, best = evaluate.table(rows)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    grid.add_column("run", style="cyan")
+    for title in titles:
+        grid.add_column(title, justify="right")
+    for name, row, marks in zip(rows, cells, best, strict=True):
+        grid.add_row(name, *(f"[bold green]{cell}[/]" if mark else cell for cell, mark in zip(row, marks, strict=True)))
+    console.print(grid)
+
+
+def _write_report(runs: list[RunFolder], output: Path) -> None:
+    page = report.write([run.path for run in runs], output)
+    console.print(f"Report: {page.resolve()}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _messages(debug: bool) -> Iterator[None]:
+    """Errors of the user's making become a message and an exit code."""
+    try:
+        yield
+    except Interrupted as error:
+        errors.print(f"\n{error}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(128 + error.signal_number)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except HypersphereError as error:
+        if debug:
+            raise
+        errors.print("[bold red]error:[/] ", end="")
+        errors.print(str(error), highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1 if isinstance(error, DivergedError) else 2)
+
+
+def main(run: Callable[[], None] = app) -> None:
+    """Entry point: exit code 0 fine, 1 the run failed, 2 wrong input, 128 + n stopped by signal n."""
+    with _messages("--debug" in sys.argv):
+        run()

@@ -1,0 +1,234 @@
+"""Images with labels, and data sets of them with a training, a test and possibly an unseen part."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.registry import did_you_mean
+
+
+class DataError(HypersphereError):
+    """Data that is missing or cannot be read; the message names the file and what to do."""
+
+
+def optional_module(name: str, package: str) -> Any:
+    """Import a module that only the workbench installs, so that the core runs without it.
+
+    Args:
+        name: Module to import (``"PIL.Image"``).
+        package: What provides it, as it is installed (``"pillow"``).
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"this data needs {package}, which is not installed: pip install 'hypersphere[workbench]'"
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSplit:
+    """Images that are resident as one tensor.
+
+    Args:
+        images: ``(N, C, H, W)`` uint8.
+        labels: ``(N,)`` int64.
+
+    Example:
+        >>> split = TensorSplit(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1]))
+        >>> len(split), split.shape
+        (3, (1, 8, 8))
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(C, H, W)`` of one image."""
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+    def select(self, indices: Tensor, labels: Tensor) -> TensorSplit:
+        """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
+        return TensorSplit(self.images[indices], labels)
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSplit:
+    """Images that are decoded from their files when they are needed.
+
+    Args:
+        files: One image file per label.
+        labels: ``(N,)`` int64.
+        size: ``(H, W)`` to which every image is brought.
+    """
+
+    files: tuple[Path, ...]
+    labels: Tensor
+    size: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(3, H, W)`` of one image."""
+        return 3, *self.size
+
+    def select(self, indices: Tensor, labels: Tensor) -> FolderSplit:
+        """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
+        return FolderSplit(tuple(self.files[i] for i in indices.tolist()), labels, self.size)
+
+    def read(self, index: int) -> Tensor:
+        """Decode one image: RGB, scaled by its shorter side to cover ``size``, then cropped at the centre.
+
+        Returns:
+            ``(3, H, W)`` uint8.
+
+        Raises:
+            DataError: The file is missing, damaged or cut short; the message names it.
+        """
+        image_module = optional_module("PIL.Image", "pillow")
+        fit = optional_module("PIL.ImageOps", "pillow").fit
+        height, width = self.size
+        try:
+            with image_module.open(self.files[index]) as image:
+                rgb = fit(image.convert("RGB"), (width, height), image_module.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
+            raise DataError(
+                f"{self.files[index]} cannot be decoded ({error}). Replace the file or delete it."
+            ) from error
+        return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+Split: TypeAlias = TensorSplit | FolderSplit
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A classification data set.
+
+    Args:
+        name: Its name in the registry.
+        class_names: Name of each class; label ``i`` of ``train`` and ``test`` is class ``i``.
+        train: Images to train on.
+        test: Images to test on.
+        unseen: Images of classes that are in neither ``train`` nor ``test``, for open-set verification.
+        unseen_names: Name of each class of ``unseen``.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    train: Split
+    test: Split
+    unseen: Split | None = None
+    unseen_names: tuple[str, ...] = ()
+
+    def hold_out(self, classes: Sequence[int | str]) -> Dataset:
+        """Move classes out of training and testing, for open-set verification.
+
+        The other classes are relabelled ``0..K-1`` and the held-out ones ``0..U-1``, both in the order of
+        ``class_names``; ``unseen`` gets the training and then the test images of the held-out classes. Classes
+        that were held out before keep their labels and their place in front.
+
+        Args:
+            classes: Indices or names of the classes.
+
+        Returns:
+            The data set without these classes; the data set itself where none are given.
+
+        Example:
+            >>> from hypersphere.data import load
+            >>> part = load("digits").hold_out([0, "7"])
+            >>> part.class_names
+            ('1', '2', '3', '4', '5', '6', '8', '9')
+            >>> part.unseen_names, len(part.unseen)
+            (('0', '7'), 357)
+        """
+        held = sorted({self._class_index(name) for name in classes})
+        if not held:
+            return self
+        kept = [i for i in range(len(self.class_names)) if i not in held]
+        if not kept:
+            raise ArgumentError("hold_out", f"must leave at least one class of {self.name!r} to train on")
+        unseen = _join(self._pick(self.train, held), self._pick(self.test, held))
+        if self.unseen is not None:
+            unseen = unseen.select(torch.arange(len(unseen)), unseen.labels + len(self.unseen_names))
+            unseen = _join(self.unseen, unseen)
+        return replace(
+            self,
+            class_names=tuple(self.class_names[i] for i in kept),
+            train=self._pick(self.train, kept),
+            test=self._pick(self.test, kept),
+            unseen=unseen,
+            unseen_names=(*self.unseen_names, *(self.class_names[i] for i in held)),
+        )
+
+    def _class_index(self, name: int | str) -> int:
+        if isinstance(name, str) and name in self.class_names:
+            return self.class_names.index(name)
+        if isinstance(name, int) and 0 <= name < len(self.class_names):
+            return name
+        hint = did_you_mean(name, self.class_names) if isinstance(name, str) else ""
+        listed = ", ".join(f"{i} {known}" for i, known in enumerate(self.class_names))
+        raise ArgumentError("hold_out", f"has {name!r}, which is no class of {self.name!r}.{hint} Classes: {listed}")
+
+    def _pick(self, split: Split, classes: Sequence[int]) -> Split:
+        """The images of ``classes``, each labelled with the position of its class there."""
+        position = torch.full((len(self.class_names),), -1)
+        position[list(classes)] = torch.arange(len(classes))
+        labels = position[split.labels]
+        indices = (labels >= 0).nonzero().flatten()
+        return split.select(indices, labels[indices])
+
+
+def _join(first: Split, second: Split) -> Split:
+    labels = torch.cat([first.labels, second.labels])
+    if isinstance(first, TensorSplit) and isinstance(second, TensorSplit):
+        return TensorSplit(torch.cat([first.images, second.images]), labels)
+    if isinstance(first, FolderSplit) and isinstance(second, FolderSplit):
+        return FolderSplit(first.files + second.files, labels, first.size)
+    raise ArgumentError("splits", "of one data set must be of one kind, got a TensorSplit and a FolderSplit")
+
+
+def stratified_split(labels: Tensor, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Divide images into a training and a test part with the same share of each class.
+
+    Every class with two or more images is in both parts; a single image goes into training.
+
+    Args:
+        labels: ``(N,)`` int64.
+        test_fraction: Share of each class that is tested on, between 0 and 1.
+        seed: The same seed gives the same parts.
+
+    Returns:
+        Indices of the training and of the test part, each in ascending order.
+
+    Example:
+        >>> train, test = stratified_split(torch.tensor([0, 0, 0, 1, 1, 1]), 1 / 3, seed=0)
+        >>> len(train), len(test)
+        (4, 2)
+    """
+    if not 0 < test_fraction < 1:
+        raise ArgumentError("test_fraction", f"must be between 0 and 1, got {test_fraction}")
+    generator = torch.Generator().manual_seed(seed)
+    tested = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        count = min(max(1, round(len(members) * test_fraction)), len(members) - 1)
+        tested[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~tested).nonzero().flatten(), tested.nonzero().flatten()

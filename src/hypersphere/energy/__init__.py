@@ -1,0 +1,109 @@
+r"""Hyperspherical energy: how evenly a set of directions fills the sphere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.geometry import at_least_float32, full_precision, normalise
+from hypersphere.registry import Registry
+
+energies: Registry[nn.Module] = Registry("energy")
+
+
+def create(name: str, **options: Any) -> nn.Module:
+    """Build an energy by name; ``hypersphere list energies`` prints the names and their options.
+
+    Example:
+        >>> create("mhe", s=1)(torch.eye(3))
+        tensor(0.7071)
+    """
+    return energies.create(name, **options)
+
+
+def hyperspherical_energy(
+    vectors: Tensor, s: float = 2.0, *, half_space: bool = False, reduction: str = "mean"
+) -> Tensor:
+    r"""Riesz energy of the directions of the rows, over ordered pairs.
+
+    .. math:: E_s = \sum_{i \ne j} \|u_i - u_j\|^{-s}, \qquad E_0 = \sum_{i \ne j} -\log \|u_i - u_j\|
+
+    Args:
+        vectors: ``(n, d)``; norms do not matter. Equal directions count as 1e-3 apart (in float32), so the value
+            stays finite.
+        s: Riesz exponent, at least 0; 0 is the logarithmic energy.
+        half_space: Add the mirror image of every vector, so that opposite directions count as equal.
+        reduction: ``"mean"`` over the ordered pairs or ``"sum"``.
+
+    Returns:
+        Scalar, in float32 or wider; 0 for fewer than two vectors.
+
+    Example:
+        >>> hyperspherical_energy(torch.tensor([[1.0, 0.0], [-5.0, 0.0]]), s=1)
+        tensor(0.5000)
+    """
+    check_range("s", s, 0)
+    check_choice("reduction", reduction, ("mean", "sum"))
+    if vectors.dim() != 2:
+        raise ArgumentError("vectors", f"must have shape (n, d), got {tuple(vectors.shape)}")
+    units = normalise(at_least_float32(vectors))
+    if half_space:
+        units = torch.cat([units, -units])
+    n = len(units)
+    if n < 2:
+        return units.new_zeros(())
+    with full_precision(units):
+        squared = 2 - 2 * units @ units.mT
+    same = torch.eye(n, dtype=torch.bool, device=units.device)
+    # A vector's distance to itself is put to 1 before the power, which would overflow at 0 for large s.
+    squared = squared.clamp(min=8 * torch.finfo(units.dtype).eps).masked_fill(same, 1.0)
+    pairs = -0.5 * squared.log() if s == 0 else squared.pow(-s / 2)
+    total = pairs.masked_fill(same, 0.0).sum()
+    return total / (n * (n - 1)) if reduction == "mean" else total
+
+
+@energies.register("mhe")
+class MHE(nn.Module):
+    r"""Minimum hyperspherical energy: the Riesz energy of weight directions as a regulariser.
+
+    Called on a matrix ``(n, d)`` it gives that matrix' energy; called on a module, the sum over its linear and
+    convolution weights, a neuron (filter) being a row.
+
+    Args:
+        s: Riesz exponent, at least 0; 0 is the logarithmic energy.
+        half_space: Treat opposite directions as equal.
+        reduction: ``"mean"`` over the ordered pairs of a layer or ``"sum"``.
+
+    Example:
+        >>> MHE(s=2)(nn.Linear(4, 8)).shape
+        torch.Size([])
+    """
+
+    def __init__(self, *, s: float = 2.0, half_space: bool = False, reduction: str = "mean") -> None:
+        super().__init__()
+        check_range("s", s, 0)
+        check_choice("reduction", reduction, ("mean", "sum"))
+        self.s, self.half_space, self.reduction = s, half_space, reduction
+
+    def forward(self, target: Tensor | nn.Module) -> Tensor:
+        """Energy of a matrix ``(n, d)`` or of the layers of a module: ``()``."""
+        if isinstance(target, Tensor):
+            return hyperspherical_energy(target, self.s, half_space=self.half_space, reduction=self.reduction)
+        weights = [
+            layer.weight.flatten(1)
+            for layer in target.modules()
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        ]
+        if not weights:
+            raise ArgumentError("target", f"must contain linear or convolution layers, got {type(target).__name__}")
+        return torch.stack([self(weight) for weight in weights]).sum()
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"s={self.s:g}, half_space={self.half_space}, reduction={self.reduction!r}"
+
+
+__all__ = ["MHE", "create", "energies", "hyperspherical_energy"]

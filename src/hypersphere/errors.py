@@ -1,0 +1,54 @@
+"""The errors a user can cause, each with a message that says what was wrong and what is allowed."""
+
+from __future__ import annotations
+
+
+class HypersphereError(Exception):
+    """Base of every error that a user can cause; the command line prints these without a traceback."""
+
+
+class ArgumentError(HypersphereError, ValueError):
+    """A bad argument.
+
+    Args:
+        argument: Name of the argument.
+        message: What it was and what is allowed; the argument's name is put in front.
+
+    Example:
+        >>> raise ArgumentError("m", "must be at least 1, got 0.5")
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: m must be at least 1, got 0.5
+    """
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(argument, message)  # both, so that it can be pickled
+        self.argument = argument
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
+
+
+def check_range(
+    argument: str, value: float, low: float = float("-inf"), high: float = float("inf"), *, open_low: bool = False
+) -> None:
+    """Raise :class:`ArgumentError` unless ``low <= value <= high`` (``low < value`` with ``open_low``).
+
+    Example:
+        >>> check_range("s", 0.0, 0, open_low=True)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: s must be greater than 0, got 0.0
+    """
+    if (value > low if open_low else value >= low) and value <= high:
+        return
+    limits = []
+    if low != float("-inf"):
+        limits.append(f"{'greater than' if open_low else 'at least'} {low:g}")
+    if high != float("inf"):
+        limits.append(f"at most {high:g}")
+    raise ArgumentError(argument, f"must be {' and '.join(limits) or 'a number'}, got {value}")
+
+
+def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise :class:`ArgumentError` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ArgumentError(argument, f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,439 @@
+r"""Directions, norms and angles: the one place where precision and degenerate vectors are dealt with.
+
+Rules that hold for every function here:
+
+* Half and bfloat16 input is computed in float32, also under autocast, and results that measure something
+  (norms, cosines, angles) stay in float32: the float just below 1 is 5 degrees away in bfloat16.
+* A vector whose norm is below ``sqrt(tiny)`` of its type (1e-19 in float32: its square is no longer a normal
+  number) counts as the zero vector. The zero vector has direction 0, cosine 0 with everything, angle pi/2 to
+  everything, and passes no gradient through its direction.
+* Angles are exact at 0 and pi and their gradients are finite there.
+* No function synchronises a device, except the two samplers where they say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hypersphere.errors import ArgumentError, check_range
+
+EPS = 1e-4
+"""Default of every ``eps=`` argument that is added to a norm before a division (the layers' convention)."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` itself, or in float32 where its type has fewer digits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class full_precision(torch.autocast):  # noqa: N801 (used like torch.no_grad)
+    """Context in which autocast is off for the device of ``x``: products inside keep their operands' type."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    r"""Square root with gradient 0, not infinity, where ``x`` is 0 or below.
+
+    Example:
+        >>> x = torch.tensor([0.0, 4.0], requires_grad=True)
+        >>> torch.autograd.grad(safe_sqrt(x).sum(), x)[0]
+        tensor([0.0000, 0.2500])
+    """
+    flat = x <= 0  # false for NaN, which must not pass for 0
+    return torch.where(flat, 0.0, torch.where(flat, 1.0, x).sqrt())
+
+
+def norm(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+    r"""Euclidean norm :math:`\|x\|`, in float32 or wider, with gradient 0 at the zero vector.
+
+    Args:
+        x: Vectors along ``dim``, ``(..., D)``.
+        dim: The axis of a vector.
+        keepdim: Keep that axis with length 1.
+
+    Returns:
+        ``(...)``, or ``(..., 1)`` with ``keepdim``.
+
+    Example:
+        >>> norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([5., 0.])
+    """
+    return torch.linalg.vector_norm(at_least_float32(x), dim=dim, keepdim=keepdim)
+
+
+def _direction(x: Tensor, dim: int) -> Tensor:
+    """Unit vectors in float32 or wider; zero for the zero vector."""
+    x = at_least_float32(x)
+    length = norm(x, dim, keepdim=True)
+    nonzero = length > math.sqrt(torch.finfo(x.dtype).tiny)
+    return x * torch.where(nonzero, 1 / torch.where(nonzero, length, 1.0), 0.0)
+
+
+def normalise(x: Tensor, dim: int = -1) -> Tensor:
+    r"""Direction :math:`x / \|x\|`; the zero vector stays zero and gets no gradient.
+
+    Args:
+        x: Vectors along ``dim``, ``(..., D)``.
+        dim: The axis of a vector.
+
+    Returns:
+        Same shape and type as ``x``.
+
+    Example:
+        >>> normalise(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]])
+    """
+    return _direction(x, dim).to(x.dtype)
+
+
+def cosine(x: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    r"""Cosine :math:`\langle x, y\rangle / (\|x\| \|y\|)` of vectors that broadcast against each other, in [-1, 1].
+
+    Args:
+        x: ``(..., D)``.
+        y: ``(..., D)``, broadcastable to ``x``.
+        dim: The axis of a vector.
+
+    Returns:
+        ``(...)`` in float32 or wider.
+
+    Example:
+        >>> cosine(torch.tensor([2.0, 0.0]), torch.tensor([[1.0, 1.0], [-3.0, 0.0]]))
+        tensor([ 0.7071, -1.0000])
+    """
+    return _saturate((_direction(x, dim) * _direction(y, dim)).sum(dim))
+
+
+def cosine_matrix(x: Tensor, y: Tensor) -> Tensor:
+    r"""Cosines of every row of ``x`` with every row of ``y``, in [-1, 1].
+
+    Args:
+        x: ``(..., N, D)``.
+        y: ``(..., C, D)``.
+
+    Returns:
+        ``(..., N, C)`` in float32 or wider, also under autocast.
+
+    Example:
+        >>> cosine_matrix(torch.eye(2), torch.tensor([[0.0, 5.0]]))
+        tensor([[0.],
+                [1.]])
+    """
+    with full_precision(x):
+        return _saturate(_direction(x, -1) @ _direction(y, -1).mT)
+
+
+def _saturate(cosines: Tensor) -> Tensor:
+    """Remove the rounding beyond +-1 without cutting the gradient, as a clamp would."""
+    return cosines + (cosines.clamp(-1, 1) - cosines).detach()
+
+
+class _Arccos(torch.autograd.Function):
+    """arccos with its exact value and a slope bounded by ``1 / sqrt(eps)`` of the type."""
+
+    @staticmethod
+    def forward(ctx: Any, cosines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines)
+        return cosines.clamp(-1, 1).arccos()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (cosines,) = ctx.saved_tensors
+        squared_sine = ((1 - cosines) * (1 + cosines)).clamp(min=torch.finfo(cosines.dtype).eps)
+        return -grads[0] * squared_sine.rsqrt()
+
+
+def arccos(cosines: Tensor) -> Tensor:
+    r"""Angle of a cosine, :math:`\arccos c \in [0, \pi]`, with a finite gradient at :math:`c = \pm 1`.
+
+    The value is exact; the slope :math:`-1/\sqrt{1 - c^2}` is bounded where it exceeds :math:`1/\sqrt{\epsilon}`
+    (about 2900 in float32, i.e. for angles within 0.02 degrees of a pole). Where both vectors are at hand,
+    :func:`angle` keeps more digits.
+
+    Args:
+        cosines: Any shape; values beyond [-1, 1] are taken as the bound.
+
+    Returns:
+        Same shape, in float32 or wider.
+
+    Example:
+        >>> arccos(torch.tensor([1.0, 0.0, -1.0]))
+        tensor([0.0000, 1.5708, 3.1416])
+    """
+    return _Arccos.apply(at_least_float32(cosines))
+
+
+def angle(x: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    r"""Angle between vectors, :math:`2\,\mathrm{atan2}(\|u - v\|, \|u + v\|)` of their directions.
+
+    This form keeps all digits near 0 and :math:`\pi`, where the arccos of a cosine loses half of them, and its
+    gradient is finite everywhere.
+
+    Args:
+        x: ``(..., D)``.
+        y: ``(..., D)``, broadcastable to ``x``.
+        dim: The axis of a vector.
+
+    Returns:
+        Radians in [0, pi], ``(...)``, in float32 or wider.
+
+    Example:
+        >>> angle(torch.tensor([1.0, 0.0]), torch.tensor([[5.0, 0.0], [0.0, 2.0], [-1.0, 0.0]]))
+        tensor([0.0000, 1.5708, 3.1416])
+    """
+    u, v = torch.broadcast_tensors(_direction(x, dim), _direction(y, dim))
+    difference, total = norm(u - v, dim), norm(u + v, dim)
+    # Two zero vectors leave atan2(0, 0), whose gradient is NaN; by rule they meet at pi/2.
+    degenerate = difference + total == 0
+    return 2 * torch.atan2(torch.where(degenerate, 1.0, difference), torch.where(degenerate, 1.0, total))
+
+
+def angle_matrix(x: Tensor, y: Tensor) -> Tensor:
+    """Angles of every row of ``x`` with every row of ``y``: :func:`arccos` of :func:`cosine_matrix`.
+
+    Args:
+        x: ``(..., N, D)``.
+        y: ``(..., C, D)``.
+
+    Returns:
+        Radians, ``(..., N, C)``, in float32 or wider; near 0 and pi to about the square root of the precision.
+
+    Example:
+        >>> angle_matrix(torch.eye(2), torch.eye(2))
+        tensor([[0.0000, 1.5708],
+                [1.5708, 0.0000]])
+    """
+    return arccos(cosine_matrix(x, y))
+
+
+def geodesic_distance(x: Tensor, y: Tensor, radius: float = 1.0, dim: int = -1) -> Tensor:
+    r"""Length of the great arc between the projections of ``x`` and ``y`` on a sphere, :math:`r\,\theta(x, y)`.
+
+    Args:
+        x: ``(..., D)``.
+        y: ``(..., D)``, broadcastable to ``x``.
+        radius: Radius of the sphere.
+        dim: The axis of a vector.
+
+    Returns:
+        ``(...)`` in float32 or wider.
+
+    Example:
+        >>> geodesic_distance(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), radius=2.0)
+        tensor(3.1416)
+    """
+    check_range("radius", radius, 0, open_low=True)
+    return radius * angle(x, y, dim)
+
+
+def patch_norm(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    r"""Norm of every patch that a convolution with these settings would see, zero padding included.
+
+    One sum of squares over the channels, then a box filter over one channel: no patch is ever copied out.
+
+    Args:
+        x: ``(N, C, *spatial)`` with one, two or three spatial axes.
+        kernel_size: Size of the window.
+        stride: Step of the window.
+        padding: Zeros on both sides.
+        dilation: Spacing inside the window.
+        groups: Channel groups; each has norms of its own.
+
+    Returns:
+        ``(N, groups, *output spatial)`` in float32 or wider, with gradient 0 at an all-zero patch.
+
+    Example:
+        >>> patch_norm(torch.ones(1, 4, 3, 3), kernel_size=3)
+        tensor([[[[6.]]]])
+    """
+    spatial = x.dim() - 2
+    if spatial not in (1, 2, 3):
+        raise ArgumentError("x", f"must have shape (N, C, *spatial) with 1 to 3 spatial axes, got {tuple(x.shape)}")
+    if groups < 1 or x.shape[1] % groups:
+        raise ArgumentError("groups", f"must divide the {x.shape[1]} channels of x, got {groups}")
+    kernel = (kernel_size,) * spatial if isinstance(kernel_size, int) else tuple(kernel_size)
+    if len(kernel) != spatial:
+        raise ArgumentError("kernel_size", f"must have {spatial} entries for x of shape {tuple(x.shape)}, got {kernel}")
+    with full_precision(x):
+        squares = at_least_float32(x).square().unflatten(1, (groups, -1)).sum(2).flatten(0, 1).unsqueeze(1)
+        box = squares.new_ones(1, 1, *kernel)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+        sums = convolve(squares, box, None, stride, padding, dilation)
+    return safe_sqrt(sums).squeeze(1).unflatten(0, (x.shape[0], groups))
+
+
+def uniform_directions(
+    count: int,
+    dim: int,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Independent uniform points on the unit sphere: Gaussian vectors, normalised.
+
+    Args:
+        count: Number of points.
+        dim: Dimension D of the space.
+        generator: Source of randomness.
+        device: Where to create them.
+        dtype: Floating-point type.
+
+    Returns:
+        ``(count, dim)``.
+
+    Example:
+        >>> uniform_directions(2, 5).shape
+        torch.Size([2, 5])
+    """
+    check_range("count", count, 0)
+    check_range("dim", dim, 1)
+    return normalise(torch.randn(count, dim, generator=generator, device=device, dtype=dtype))
+
+
+def von_mises_fisher(
+    mean: Tensor, concentration: float, count: int, *, generator: torch.Generator | None = None
+) -> Tensor:
+    r"""Points around a mean direction, density :math:`\propto \exp(\kappa \langle \mu, x \rangle)` on the sphere.
+
+    Wood's rejection sampler for the cosine to the mean, all points at once; the number of rounds depends on the
+    draws, so this waits for the device.
+
+    Args:
+        mean: Mean direction, ``(D,)`` with D >= 2, not zero; its norm does not matter.
+        concentration: Concentration :math:`\kappa \in [0, 10^{12}]`; 0 is uniform.
+        count: Number of points.
+        generator: Source of randomness.
+
+    Returns:
+        ``(count, D)`` in the type of ``mean``.
+
+    Example:
+        >>> points = von_mises_fisher(torch.tensor([0.0, 0.0, 1.0]), 1e6, 4)
+        >>> bool((points[:, 2] > 0.99).all())
+        True
+    """
+    check_range("concentration", concentration, 0, 1e12)  # beyond, cosines in float64 cannot tell points apart
+    check_range("count", count, 0)
+    if mean.dim() != 1 or mean.shape[0] < 2:
+        raise ArgumentError("mean", f"must have shape (D,) with D >= 2, got {tuple(mean.shape)}")
+    if not bool(norm(mean) > 0):
+        raise ArgumentError("mean", "must not be the zero vector")
+    # The rejection test compares logarithms that nearly cancel for large kappa: float64 throughout.
+    cosines = _wood_cosines(mean.shape[0] - 1, concentration, count, mean.device, generator)
+    centre = normalise(mean.double())
+    noise = torch.randn(count, mean.shape[0], generator=generator, device=mean.device, dtype=torch.float64)
+    tangent = normalise(noise - (noise @ centre).unsqueeze(1) * centre)
+    points = cosines.unsqueeze(1) * centre + safe_sqrt(1 - cosines.square()).unsqueeze(1) * tangent
+    return points.to(mean.dtype)
+
+
+def _wood_cosines(
+    sphere_dim: int, concentration: float, count: int, device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """Cosines to the mean of a von Mises-Fisher distribution on the sphere of dimension ``sphere_dim``."""
+
+    def squared_norms(n: int) -> Tensor:
+        noise = torch.randn(n, sphere_dim, generator=generator, device=device, dtype=torch.float64)
+        return noise.square().sum(1)
+
+    ratio = sphere_dim / (2 * concentration + math.hypot(2 * concentration, sphere_dim))
+    peak = (1 - ratio) / (1 + ratio)
+    offset = concentration * peak + sphere_dim * math.log1p(-peak * peak)
+    result = torch.empty(count, device=device, dtype=torch.float64)
+    missing = torch.arange(count, device=device)
+    # Beta(a, a) as a ratio of squared Gaussian norms needs no sampler that lacks a generator argument.
+    while missing.numel():
+        left, right = squared_norms(len(missing)), squared_norms(len(missing))
+        beta = left / (left + right)
+        proposal = (1 - (1 + ratio) * beta) / (1 - (1 - ratio) * beta)
+        chance = torch.rand(len(missing), generator=generator, device=device, dtype=torch.float64).log()
+        accepted = concentration * proposal + sphere_dim * torch.log1p(-peak * proposal) - offset >= chance
+        result[missing[accepted]] = proposal[accepted]
+        missing = missing[~accepted]
+    return result
+
+
+def spherical_mean(x: Tensor, weights: Tensor | None = None, *, intrinsic_steps: int = 0) -> Tensor:
+    r"""Mean direction of vectors, whatever their norms.
+
+    By default the direction of the sum of the unit vectors. With ``intrinsic_steps`` it is refined towards the
+    Frechet mean, which minimises the squared arc lengths, by that many steps along the mean tangent vector.
+
+    Args:
+        x: ``(..., N, D)``.
+        weights: ``(..., N)`` non-negative, all 1 by default; all 0 gives a zero mean.
+        intrinsic_steps: Number of refinement steps; 10 reach float32 precision for points within 60 degrees of
+            their mean, wider sets need more.
+
+    Returns:
+        Unit vectors ``(..., D)`` in the type of ``x``; zero where the unit vectors cancel.
+
+    Example:
+        >>> spherical_mean(torch.tensor([[1.0, 0.0], [0.0, 9.0]]))
+        tensor([0.7071, 0.7071])
+    """
+    check_range("intrinsic_steps", intrinsic_steps, 0)
+    units = _direction(x, -1)
+    share = units.new_ones(units.shape[:-1]) if weights is None else weights.to(units.dtype)
+    total = share.sum(-1, keepdim=True)
+    share = (share / torch.where(total > 0, total, 1.0)).unsqueeze(-1)
+    mean = _direction((share * units).sum(-2), -1)
+    for _ in range(intrinsic_steps):
+        base = mean.unsqueeze(-2)
+        tangents = _direction(units - (units * base).sum(-1, keepdim=True) * base, -1) * angle(units, base).unsqueeze(
+            -1
+        )
+        step = (share * tangents).sum(-2)
+        length = norm(step, keepdim=True)
+        mean = _direction(length.cos() * mean + length.sin() * _direction(step, -1), -1)
+    return mean.to(x.dtype)
+
+
+def slerp(x: Tensor, y: Tensor, t: float | Tensor) -> Tensor:
+    r"""Point at fraction ``t`` of the great arc from the direction of ``x`` to that of ``y``.
+
+    :math:`\cos(t\theta)\,u + \sin(t\theta)\,w` with :math:`w` the unit tangent at :math:`u` towards :math:`v`. Between
+    opposite points every arc is shortest; one fixed arc is taken.
+
+    Args:
+        x: ``(..., D)``.
+        y: ``(..., D)``, broadcastable to ``x``.
+        t: Fraction, a number or a tensor ``(...)``; outside [0, 1] the arc is continued.
+
+    Returns:
+        Unit vectors ``(..., D)`` in the type of ``x``.
+
+    Example:
+        >>> slerp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 0.5)
+        tensor([0.7071, 0.7071])
+    """
+    u, v = torch.broadcast_tensors(_direction(x, -1), _direction(y, -1))
+    theta = angle(u, v).unsqueeze(-1)
+    tangent = v - (u * v).sum(-1, keepdim=True) * u
+    # For opposite vectors the tangent is rounding noise: use the axis least aligned with u instead.
+    axis = F.one_hot(u.abs().argmin(-1), u.shape[-1]).to(u.dtype)
+    fallback = axis - (axis * u).sum(-1, keepdim=True) * u
+    opposite = math.pi - theta < 10 * torch.finfo(u.dtype).eps
+    tangent = _direction(torch.where(opposite, fallback, tangent), -1)
+    # Near opposite vectors the rounding along u is not small against the tangent: take it off once more.
+    tangent = _direction(tangent - (u * tangent).sum(-1, keepdim=True) * u, -1)
+    fraction = t.unsqueeze(-1) if isinstance(t, Tensor) else t
+    position = torch.as_tensor(fraction * theta)
+    return (position.cos() * u + position.sin() * tangent).to(x.dtype)

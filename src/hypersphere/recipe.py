@@ -1,0 +1,486 @@
+"""Recipes: everything that determines a run, as YAML checked before anything is built.
+
+A recipe names its parts (data set, model, loss, regularisers) by their registry names; the options of each part are
+checked against the signature of what the name stands for. Every mistake is reported with the line it stands on,
+what is allowed there and the nearest known word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from torch import nn
+
+from hypersphere.data import datasets
+from hypersphere.energy import energies
+from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.evaluate import evaluations
+from hypersphere.losses import losses
+from hypersphere.models import models
+from hypersphere.registry import Entry, Registry, UnknownNameError, did_you_mean
+
+Location = tuple[str | int, ...]
+
+
+class RecipeError(HypersphereError):
+    """A recipe that cannot be used; the message lists every mistake with its place."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Part(BaseModel):
+    """Something from a registry: its ``name``, and its options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options beside the name."""
+        return dict(self.model_extra or {})
+
+
+class Regulariser(Part):
+    """A term added to the loss: ``weight`` times an energy of the model's or the head's weights."""
+
+    weight: float = Field(1.0, ge=0)
+    on: Literal["model", "head"] = "model"
+
+
+class Augment(_Section):
+    """Random changes of the training images, drawn anew for every image and step."""
+
+    crop: int = Field(0, ge=0, description="zero padding of a random crop back to the original size")
+    flip: bool = Field(False, description="mirror left and right with probability 1/2")
+    vertical_flip: bool = Field(False, description="mirror up and down with probability 1/2")
+
+
+class Data(Part):
+    """The data set and how batches are drawn from it."""
+
+    name: str = "digits"
+    batch_size: int = Field(128, ge=1, description="images a step, over all processes")
+    hold_out: tuple[int | str, ...] = Field((), description="classes kept out of training, for verification")
+    normalise: Literal["channel", "pixel", "none"] = Field(
+        "channel", description="subtract the mean of each channel (and divide by its spread) or of each pixel"
+    )
+    augment: Augment = Augment()
+    workers: int = Field(0, ge=0, description="processes that decode image files")
+
+
+class Optimiser(_Section):
+    """The optimiser and its constants."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(0.1, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd only")
+    nesterov: bool = Field(False, description="sgd only")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: float = Field(5e-4, ge=0)
+    decay: Literal["all", "weights"] = Field("all", description="'weights' spares biases and normalisation")
+    head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
+
+
+class Schedule(_Section):
+    """The learning rate over the steps."""
+
+    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
+    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where the rate is multiplied")
+    factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
+    final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last rate as a share of the first")
+    warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
+
+
+class Train(_Section):
+    """Length, precision and housekeeping of the training loop."""
+
+    steps: int = Field(1000, ge=1)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    channels_last: bool = False
+    compile: bool = Field(False, description="torch.compile the forward pass")
+    capture: bool | None = Field(None, description="the whole step as one CUDA graph; by default wherever possible")
+    clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    ema: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
+    log_every: int = Field(20, ge=1)
+    checkpoint_every: int = Field(200, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    tensorboard: bool = True
+
+
+class Evaluate(_Section):
+    """What is measured, and how often."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
+    batch_size: int = Field(1000, ge=1)
+    metrics: tuple[str, ...] = ("classification", "angles", "verification", "energy")
+
+
+class Recipe(_Section):
+    """Everything that determines a run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    help: str = ""
+    seed: int = Field(0, ge=0, lt=2**32)
+    data: Data = Data()
+    model: Part = Part(name="digits-cnn")
+    loss: Part = Part(name="softmax")
+    regularisers: tuple[Regulariser, ...] = ()
+    optimiser: Optimiser = Optimiser()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+
+    _places: dict[Location, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that change with anything that determines the result (not with name and help)."""
+        content = self.model_dump(mode="json", exclude={"name", "help"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_yaml(self) -> str:
+        """The recipe with all defaults filled in; loads back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def build(self, registry: Registry[Any], location: Location, *args: Any) -> Any:
+        """Create the part at ``location`` from ``registry``, blaming a bad option on its place in the recipe."""
+        part: Any = self
+        for key in location:
+            part = part[key] if isinstance(key, int) else getattr(part, key)
+        entry = registry[part.name]
+        modules = {option.name: _module_type(option.annotation) for option in entry.options}
+        options = {
+            key: module(**value) if isinstance(value, Mapping) and (module := modules.get(key)) else value
+            for key, value in part.options.items()
+        }
+        try:
+            return entry.factory(*args, **options)
+        except ArgumentError as error:
+            raise RecipeError(_describe(self._places, (*location, error.argument), str(error))) from error
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name (``hypersphere list recipes``) or from a file and apply ``key=value`` overrides.
+
+    A file may start from another recipe with ``base: NAME_OR_PATH``.
+
+    Args:
+        source: Name of an embedded recipe or path of a YAML file.
+        overrides: Strings like ``"loss.m=0.3"`` or ``"data.augment.flip=true"``; values are YAML.
+
+    Example:
+        >>> load("digits-arcface", ["loss.m=0.3"]).loss.options["m"]
+        0.3
+    """
+    content, places = _read(source, ())
+    for override in overrides:
+        _apply(override, content, places)
+    return check(content, places)
+
+
+def embedded() -> dict[str, str]:
+    """Names of the recipes that come with the package, with their help."""
+    folder = importlib.resources.files("hypersphere.recipes")
+    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    return {name: load(name).help for name in names}
+
+
+def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:
+    """Validate the content of a recipe and fill in every default.
+
+    Args:
+        content: The recipe as nested dictionaries.
+        places: Where each key came from, for messages.
+
+    Raises:
+        RecipeError: With one line a mistake.
+    """
+    places = dict(places or {})
+    try:
+        recipe = Recipe.model_validate(content)
+    except pydantic.ValidationError as error:
+        raise RecipeError("\n".join(_explain(error, Recipe, places))) from None
+    mistakes: list[str] = []
+    updates: dict[str, Any] = {}
+    for key, registry in (("data", datasets), ("model", models), ("loss", losses)):
+        part = getattr(recipe, key)
+        updates[key] = _resolve(part, registry, (key,), places, mistakes)
+    updates["regularisers"] = tuple(
+        _resolve(part, energies, ("regularisers", index), places, mistakes)
+        for index, part in enumerate(recipe.regularisers)
+    )
+    for index, name in enumerate(recipe.evaluate.metrics):
+        if name not in evaluations:
+            try:
+                evaluations[name]
+            except UnknownNameError as error:
+                mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
+    mistakes += _contradictions(recipe, places)
+    if mistakes:
+        raise RecipeError("\n".join(mistakes))
+    recipe = recipe.model_copy(update=updates)
+    recipe._places = places
+    # Heads and energies are cheap to build: ranges are checked now, not after the data has been loaded.
+    recipe.build(losses, ("loss",), 2, 2)
+    for index in range(len(recipe.regularisers)):
+        recipe.build(energies, ("regularisers", index))
+    return recipe
+
+
+def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]:
+    """Mistakes that take two values to see."""
+    found = []
+    steps, schedule = recipe.train.steps, recipe.schedule
+    if schedule.name == "steps" and not schedule.milestones:
+        found.append(_describe(places, ("schedule", "milestones"), "must be given for the schedule 'steps'"))
+    if list(schedule.milestones) != sorted(set(schedule.milestones)):
+        found.append(_describe(places, ("schedule", "milestones"), f"must increase, got {list(schedule.milestones)}"))
+    if recipe.optimiser.nesterov and not recipe.optimiser.momentum:
+        found.append(_describe(places, ("optimiser", "nesterov"), "needs optimiser.momentum above 0"))
+    if schedule.warmup > steps:
+        message = f"must not exceed train.steps = {steps}, got {schedule.warmup}"
+        found.append(_describe(places, ("schedule", "warmup"), message))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number, as people mean it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)$"),
+    list("-+0123456789."),
+)
+
+
+def _read(source: str | Path, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[Location, str]]:
+    """Content and places of a recipe file merged over its base."""
+    title, text = _find(source)
+    if title in seen:
+        raise RecipeError(f"{title}: recipes inherit in a circle: {' -> '.join((*seen, title))}")
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        content = {} if node is None else yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{title}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"{title}: a recipe is a mapping of keys to values, got {type(content).__name__}")
+    places = dict(_lines(node, (), title)) if node else {}
+    base = content.pop("base", None)
+    if base is None:
+        return content, places
+    relative = Path(source).parent / str(base)
+    parent, parent_places = _read(relative if relative.is_file() else str(base), (*seen, title))
+    return _merge(parent, content), parent_places | places
+
+
+def _find(source: str | Path) -> tuple[str, str]:
+    """Title and text of a recipe."""
+    path = Path(source)
+    if path.is_file():
+        return str(path), path.read_text(encoding="utf-8")
+    resource = importlib.resources.files("hypersphere.recipes") / f"{source}.yaml"
+    if path.name == str(source) and resource.is_file():
+        return f"recipe {source}", resource.read_text(encoding="utf-8")
+    folder = importlib.resources.files("hypersphere.recipes")
+    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    hint = did_you_mean(str(source), names)
+    raise RecipeError(f"no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(names)}")
+
+
+def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Location, str]]:
+    """The line of every key; a key given twice is an error, which YAML would let pass."""
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[Hashable, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                path = ".".join(map(str, (*location, key.value)))
+                raise RecipeError(f"{title}, line {line}: {path} is given twice, first on line {seen[key.value]}")
+            seen[key.value] = line
+            yield (*location, key.value), f"{title}, line {line}"
+            yield from _lines(value, (*location, key.value), title)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*location, index), f"{title}, line {value.start_mark.line + 1}"
+            yield from _lines(value, (*location, index), title)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` on top of ``base``, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merge(_renamed(old, value.get("name")), value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _renamed(section: dict[str, Any], name: Any) -> dict[str, Any]:
+    """``section`` for a part called ``name``: another part does not inherit the options of the old one."""
+    if name is None or name == section.get("name"):
+        return section
+    own = Data.model_fields | Regulariser.model_fields | Optimiser.model_fields | Schedule.model_fields
+    return {key: value for key, value in section.items() if key in own}
+
+
+def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) -> None:
+    """Put one ``key.key=value`` into the content."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise RecipeError(f"override {override!r}: write key=value, for example loss.m=0.3")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: {getattr(error, 'problem', error)}") from None
+    keys: list[str | int] = [int(key) if key.isdigit() else key for key in path.split(".")]
+    target: Any = content
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(target, list) and isinstance(key, int) and key < len(target):
+            target = target[key]
+        elif isinstance(target, dict):
+            target = target.setdefault(key, {})
+        if not isinstance(target, dict | list):
+            raise RecipeError(
+                f"override {override!r}: {'.'.join(map(str, keys[: depth + 1]))} is a value, not a section"
+            )
+    last = keys[-1]
+    if isinstance(target, list) and not (isinstance(last, int) and last < len(target)):
+        raise RecipeError(f"override {override!r}: the list has {len(target)} entries, got {last!r}")
+    if last == "name" and len(keys) > 1 and isinstance(target, dict):
+        kept = _renamed(target, value)
+        target.clear()
+        target.update(kept)
+    target[last] = value
+    places[tuple(keys)] = f"override {override!r}"
+
+
+# ------------------------------------------------------------------------------------------------ checking
+
+
+def _resolve(
+    part: Any, registry: Registry[Any], location: Location, places: Mapping[Location, str], mistakes: list[str]
+) -> Any:
+    """The part with all its options, typed and with defaults; mistakes are appended."""
+    try:
+        entry = registry[part.name]
+    except UnknownNameError as error:
+        mistakes.append(_describe(places, (*location, "name"), str(error)))
+        return part
+    model = _options_model(entry)
+    try:
+        options = model.model_validate(part.options).model_dump()
+    except pydantic.ValidationError as error:
+        own = [name for name in type(part).model_fields if name != "name"]
+        mistakes += _explain(error, model, places, location, extra_keys=own)
+        return part
+    return type(part).model_validate({**part.model_dump(exclude=set(part.options)), **options})
+
+
+def _options_model(entry: Entry[Any]) -> type[BaseModel]:
+    """A strict pydantic model of a factory's options."""
+    fields: dict[str, Any] = {
+        option.name: (_field_type(option.annotation), ... if option.required else option.default)
+        for option in entry.options
+    }
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return pydantic.create_model(entry.name, __config__=config, **fields)
+
+
+def _module_type(annotation: Any) -> type[nn.Module] | None:
+    """The module class an option takes (an annealer, say), if it takes one."""
+    candidates = typing.get_args(annotation) or (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, nn.Module)), None)
+
+
+def _field_type(annotation: Any) -> Any:
+    """The annotation as a recipe can express it: a module becomes the mapping of its options."""
+    module = _module_type(annotation)
+    if module is None:
+        return annotation
+    nested = _options_model(Entry(module.__name__, module, (), ()))
+    optional = types.NoneType in typing.get_args(annotation)
+    return nested | None if optional else nested
+
+
+def _explain(
+    error: pydantic.ValidationError,
+    model: type[BaseModel],
+    places: Mapping[Location, str],
+    prefix: Location = (),
+    extra_keys: Sequence[str] = (),
+) -> list[str]:
+    """One readable line for each mistake that pydantic found."""
+    lines = []
+    for item in error.errors():
+        location = _longest_known(item["loc"], prefix, places)
+        if item["type"] == "extra_forbidden":
+            allowed = [*_fields(model, item["loc"][:-1]), *extra_keys]
+            word = str(item["loc"][-1])
+            text = f"is not a known key.{did_you_mean(word, allowed)} Allowed: {', '.join(allowed)}"
+        elif item["type"] == "missing":
+            text = "is missing"
+        else:
+            shown = item["msg"].removeprefix("Value error, ")
+            text = f"{shown[0].lower()}{shown[1:]}, got {item['input']!r}"
+            text = text.removeprefix("input ")
+        lines.append(_describe(places, (*prefix, *location), text))
+    return list(dict.fromkeys(lines))
+
+
+def _longest_known(loc: tuple[str | int, ...], prefix: Location, places: Mapping[Location, str]) -> Location:
+    """``loc`` without the union members that pydantic appends (they are no keys of the recipe)."""
+    for end in range(len(loc), 0, -1):
+        if (*prefix, *loc[:end]) in places:
+            return loc[:end]
+    return loc
+
+
+def _fields(model: type[BaseModel], loc: Iterable[str | int]) -> list[str]:
+    """The keys allowed in the section of ``model`` at ``loc``."""
+    for key in loc:
+        if isinstance(key, str) and key in model.model_fields:
+            annotation = model.model_fields[key].annotation
+            found = next(
+                (
+                    c
+                    for c in (annotation, *typing.get_args(annotation))
+                    if isinstance(c, type) and issubclass(c, BaseModel)
+                ),
+                None,
+            )
+            model = found or model
+    return list(model.model_fields)
+
+
+def _describe(places: Mapping[Location, str], location: Location, text: str) -> str:
+    """``file, line n: key.key text``, with the line of the nearest section where the key itself has none."""
+    sections = (location[:end] for end in range(len(location), 0, -1))
+    known = [places[section] for section in sections if section in places]
+    known += [place for key, place in places.items() if key[: len(location)] == location]
+    where = f"{known[0]}: " if known else ""
+    path = ".".join(map(str, location))
+    # Messages of ArgumentError start with the bare name of the argument.
+    return f"{where}{path} {text.removeprefix(f'{location[-1]} ')}"

@@ -1,0 +1,177 @@
+"""Names for things: one registry a family, from which recipes, the command line and the docs are served.
+
+A registry maps a name to a factory (a class or a function). The factory's signature is the list of options with
+their types and defaults, its docstring is the help: a new variant is one decorated definition, and it appears in
+``create``, in recipes and in ``hypersphere list`` by itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from hypersphere.errors import ArgumentError, HypersphereError
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class UnknownNameError(HypersphereError, LookupError):
+    """A name that is not in the registry."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # LookupError would quote the message
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest in spelling, or ``None`` where nothing is close.
+
+    Example:
+        >>> nearest("arcfase", ["softmax", "arcface"])
+        'arcface'
+    """
+    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` or an empty string."""
+    match = nearest(word, known)
+    return f" Did you mean {match!r}?" if match else ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a registered factory."""
+
+    name: str
+    annotation: Any
+    default: Any  # inspect.Parameter.empty where the option must be given
+    help: str
+
+    @property
+    def required(self) -> bool:
+        """Whether the option has no default."""
+        return self.default is inspect.Parameter.empty
+
+    def __str__(self) -> str:
+        return self.name if self.required else f"{self.name}={self.default!r}"
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """A registered factory with its help and its options (read off its signature and docstring)."""
+
+    name: str
+    factory: Callable[..., T]
+    aliases: tuple[str, ...]
+    positional: tuple[str, ...]  # arguments that the caller supplies, not the user's options
+
+    @property
+    def help(self) -> str:
+        """First line of the factory's docstring."""
+        return (inspect.getdoc(self.factory) or "").split("\n", 1)[0]
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options a user may set, in the order of the signature."""
+        target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
+        hints = get_type_hints(target, include_extras=True)
+        texts = _argument_help(inspect.getdoc(self.factory) or "")
+        return tuple(
+            Option(p.name, hints.get(p.name, Any), p.default, texts.get(p.name, ""))
+            for p in inspect.signature(self.factory).parameters.values()
+            if p.name not in self.positional and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        )
+
+    def check(self, options: Iterable[str]) -> None:
+        """Raise :class:`ArgumentError` for the first option that the factory does not take."""
+        known = [option.name for option in self.options]
+        for option in options:
+            if option not in known:
+                allowed = f"allowed: {', '.join(known)}" if known else "it has no options"
+                raise ArgumentError(
+                    option, f"is not an option of {self.name!r}.{did_you_mean(option, known)} ({allowed})"
+                )
+
+
+class Registry(Generic[T]):
+    """Factories of one family by name.
+
+    Hyphens, underscores and case do not matter in names.
+
+    Args:
+        family: What the entries are called, in the singular (``"loss"``).
+        positional: Names of the leading arguments that the calling code supplies.
+
+    Example:
+        >>> shapes = Registry[float]("shape")
+        >>> @shapes.register("unit-circle", aliases=("circle",))
+        ... def circle(r: float = 1.0) -> float:
+        ...     '''Length of a circle.'''
+        ...     return 6.28 * r
+        >>> shapes.create("Unit_Circle", r=2.0)
+        12.56
+        >>> shapes.create("circel")
+        Traceback (most recent call last):
+        hypersphere.registry.UnknownNameError: unknown shape 'circel'. Did you mean 'circle'? Known: unit-circle
+    """
+
+    def __init__(self, family: str, positional: tuple[str, ...] = ()) -> None:
+        self.family = family
+        self.positional = positional
+        self._entries: dict[str, Entry[T]] = {}
+        self._aliases: dict[str, str] = {}
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return name.lower().replace("_", "-")
+
+    def register(self, name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
+        """Decorator that adds a factory under ``name`` and ``aliases``."""
+
+        def add(factory: F) -> F:
+            keys = [self._key(n) for n in (name, *aliases)]
+            for key in keys:
+                if key in self._aliases:
+                    raise ArgumentError("name", f"{key!r} is already a registered {self.family}")
+            self._entries[keys[0]] = Entry(keys[0], factory, tuple(keys[1:]), self.positional)
+            self._aliases.update(dict.fromkeys(keys, keys[0]))
+            return factory
+
+        return add
+
+    def __getitem__(self, name: str) -> Entry[T]:
+        key = self._key(name)
+        if key not in self._aliases:
+            known = ", ".join(self) or "none yet"
+            raise UnknownNameError(f"unknown {self.family} {name!r}.{did_you_mean(key, self._aliases)} Known: {known}")
+        return self._entries[self._aliases[key]]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._key(name) in self._aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def create(self, name: str, *args: Any, **options: Any) -> T:
+        """Build the entry called ``name``; ``args`` are the family's positional arguments."""
+        entry = self[name]
+        entry.check(option for option in options if option not in self.positional)
+        return entry.factory(*args, **options)
+
+
+def _argument_help(doc: str) -> dict[str, str]:
+    """The texts of a Google-style ``Args:`` section by argument."""
+    section = re.search(r"^Args:\n((?:(?: +.*)?\n?)*)", doc, re.MULTILINE)
+    if not section:
+        return {}
+    found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: ((?:.*)(?:\n {8}.*)*)", section[1], re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).strip() for name, text in found}

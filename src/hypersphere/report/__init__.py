@@ -1,0 +1,52 @@
+"""The run report: one self-contained HTML page about one training run, or about several side by side.
+
+Example:
+    >>> from pathlib import Path
+    >>> write([], Path("report.html"))
+    Traceback (most recent call last):
+    hypersphere.report.runs.ReportError: no run folder was given; name at least one folder of a training run
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypersphere.report.page import render
+from hypersphere.report.runs import ReportError, load_run
+
+__all__ = ["ReportError", "build", "write"]
+
+
+def build(runs: Sequence[Path]) -> str:
+    """The report as one HTML page that needs no network and no other file.
+
+    Args:
+        runs: Folders of training runs; several are shown side by side in this order.
+
+    Raises:
+        ReportError: No folder was given, or a folder lacks what the report needs.
+    """
+    if not runs:
+        raise ReportError("no run folder was given; name at least one folder of a training run")
+    return render([load_run(Path(folder)) for folder in runs])
+
+
+def write(runs: Sequence[Path], output: Path) -> Path:
+    """Write the report to ``output``, whole or not at all, and return ``output``.
+
+    Args:
+        runs: Folders of training runs, as for :func:`build`.
+        output: The HTML file; folders above it are made.
+    """
+    page = build(runs)
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{output}.{os.getpid()}.tmp")  # beside the target: a rename is atomic within a file system only
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return output

@@ -1,0 +1,282 @@
+"""Plotly figures as plain dictionaries; ``page.js`` adds the colours of the light or dark theme."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hypersphere.report import geometry
+from hypersphere.report.geometry import Floats
+from hypersphere.report.runs import Features, Run
+
+Figure: TypeAlias = dict[str, Any]
+
+# The ten colours of M. A. Petroff (arXiv:2107.02270), made to be told apart with any colour vision; greys last.
+PALETTE = (
+    *("#3f90da", "#e76300", "#832db6", "#ffa90e", "#bd1f01"),
+    *("#a96b59", "#92dadd", "#b9ac70", "#94a4a2", "#717581"),
+)
+SYMBOLS = ("circle", "square", "cross")  # a further round through the palette has another shape
+MAX_POINTS = 2000
+MAX_CLASSES = 20
+MAX_CURVE_POINTS = 1000
+MAX_PAIR_FEATURES = 1000
+BIN_DEGREES = 2
+NOT_TERMS = {"step", "split", "total", "lr", "lambda"}
+CURVE_TITLES = {
+    "total": "Total loss",
+    "lr": "Learning rate",
+    "lambda": "Annealing λ",
+    "accuracy": "Test accuracy (%)",
+    "mean_angle": "Mean test angle to own centre (°)",
+    "min_centre_angle": "Smallest angle between class centres (°)",
+    "eer": "Verification EER on unseen classes (%)",
+    "energy": "Classifier energy",
+}
+PERCENT = {"accuracy", "eer"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of one metric over the steps; ``log`` says whether a logarithmic axis makes sense."""
+
+    title: str
+    figure: Figure
+    log: bool
+
+
+def color(index: int) -> str:
+    """The palette's colour of a class or run."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def text(value: object) -> str:
+    """A string from a file, so that Plotly shows it as it is: it would take tags for markup."""
+    plain = str(value)
+    return html.escape(plain if len(plain) <= 28 else f"{plain[:27]}…")
+
+
+def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
+    """Numbers with few significant digits, which keeps the page small; JSON has no NaN, so that becomes ``None``."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in map(float, values)]
+
+
+def sphere(features: Features) -> tuple[Figure, str]:
+    """Test features by class on the circle or sphere, and a caption that says what is drawn."""
+    shown_classes = np.unique(features.labels)[:MAX_CLASSES]
+    candidates = np.flatnonzero(np.isin(features.labels, shown_classes))
+    chosen = candidates[geometry.balanced_subset(features.labels[candidates], MAX_POINTS)]
+    own_angles, _ = geometry.centre_angles(features.vectors, features.labels)
+    norms = np.linalg.norm(features.vectors, axis=1)
+    points, weights, caption = _drawn_positions(features)
+    flat = points.shape[1] == 2
+    kind = {"type": "scatter"} if flat else {"type": "scatter3d"}
+    traces = [_circle(norms[chosen].max())] if flat else _globe()
+    for label in map(int, shown_classes):
+        members = chosen[features.labels[chosen] == label]
+        style = {"color": color(label), "symbol": SYMBOLS[label // len(PALETTE) % len(SYMBOLS)]}
+        shared = kind | {"name": text(features.name(label)), "legendgroup": str(label)}
+        traces.append(
+            shared
+            | _coordinates(points[members])
+            | {
+                "mode": "markers",
+                "marker": style | {"size": 5 if flat else 3.2},
+                "customdata": [[int(i), *numbers((norms[i], own_angles[i]), 3)] for i in members],
+                "hovertemplate": "<b>%{fullData.name}</b><br>feature %{customdata[0]}<br>norm %{customdata[1]}"
+                "<br>%{customdata[2]}° to its class centre<extra></extra>",
+            }
+        )
+        if weights is not None and label < len(weights):
+            tip = weights[label] * (norms[chosen].max() if flat else 1.12)  # outside the cloud, so that it is seen
+            traces.append(
+                shared
+                | _coordinates(np.stack([np.zeros_like(tip), tip]))
+                | {
+                    "mode": "lines+markers",
+                    "showlegend": False,
+                    "line": {"color": color(label), "width": 2 if flat else 4},
+                    "marker": {"color": color(label), "symbol": "diamond", "size": [0, 11 if flat else 7]},
+                    "hovertemplate": "<b>%{fullData.name}</b><br>classifier weight<extra></extra>",
+                }
+            )
+    total = len(np.unique(features.labels))
+    if total > MAX_CLASSES:
+        caption += f" The first {MAX_CLASSES} of {total} classes are shown."
+    if len(chosen) < len(candidates):
+        caption += f" {len(chosen)} of {len(candidates)} features are drawn."
+    return {"data": traces, "layout": _flat_layout() if flat else _scene_layout()}, caption
+
+
+def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
+    """One figure a metric with all runs in it: losses first, then test metrics, learning rate and gradient norms.
+
+    Args:
+        runs: The runs.
+        names: What to call them, in the same order.
+    """
+    train = [[row for row in run.metrics if row.get("split") == "train"] for run in runs]
+    test = [[row for row in run.metrics if row.get("split") == "test"] for run in runs]
+    train_keys, test_keys = _keys(train), _keys(test)
+    terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith("grad_norm/")]
+    # A single term is the total.
+    losses = [key for key in ("total",) if key in train_keys] + (terms if len(terms) > 1 else [])
+    others = [key for key in train_keys if key in ("lr", "lambda") or key.startswith("grad_norm/")]
+    tests = [key for key in test_keys if key not in ("step", "split")]
+    return (
+        [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]
+        + [_curve(key, f"Test: {key}", test, names, log=False) for key in tests]
+        + [_curve(key, key.replace("grad_norm/", "Gradient norm: "), train, names, log=True) for key in others]
+    )
+
+
+def centre_histogram(features: Features) -> tuple[Figure, str]:
+    """Angles of test features to their own and to the nearest other class centre."""
+    own, other = geometry.centre_angles(features.vectors, features.labels)
+    return _histogram({"own centre": own, "nearest other centre": other})
+
+
+def pair_histogram(features: Features) -> tuple[Figure, str]:
+    """Angles of genuine and impostor pairs of unseen classes."""
+    genuine, impostor = geometry.pair_angles(features.vectors, features.labels, MAX_PAIR_FEATURES)
+    return _histogram({"genuine pairs": genuine, "impostor pairs": impostor})
+
+
+def share_ranges(figures: Sequence[Figure]) -> None:
+    """Give histograms the same axes, so that runs can be compared by eye."""
+    heights = [height for figure in figures for trace in figure["data"] for height in trace["y"]]
+    last = max((i for f in figures for t in f["data"] for i, height in enumerate(t["y"]) if height), default=0)
+    for figure in figures:
+        figure["layout"]["xaxis"]["range"] = [0, (last + 2) * BIN_DEGREES]
+        figure["layout"]["yaxis"]["range"] = [0, round(1.05 * max(heights, default=1), 2)]
+
+
+def _drawn_positions(features: Features) -> tuple[Floats, Floats | None, str]:
+    """Where features and classifier weights are drawn, and what the caption says about it."""
+    units = geometry.unit(features.vectors)
+    weights = None if features.weights is None else geometry.unit(features.weights)
+    dimension = units.shape[1]
+    if dimension == 2:
+        return features.vectors, weights, "The 2-D features as they are, with their lengths."
+    if dimension == 3:
+        return units, weights, "The 3-D features, scaled to unit length. Drag to turn."
+    axes, kept = geometry.principal_axes(units, 3)
+    caption = (
+        f"The {dimension}-D unit features on their first 3 principal axes, which keep {kept:.0%} of the variance, "
+        "scaled back to unit length: what looks mixed here may be apart in the other dimensions. Drag to turn."
+    )
+    return geometry.unit(units @ axes), None if weights is None else geometry.unit(weights @ axes), caption
+
+
+def _coordinates(points: Floats) -> dict[str, list[float | None]]:
+    return {axis: numbers(values) for axis, values in zip("xyz", points.T, strict=False)}
+
+
+def _circle(radius: float) -> Figure:
+    angles = np.linspace(0, 2 * np.pi, 121)
+    return (
+        {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
+        | {"line": {"color": "rgba(136,136,136,.5)", "width": 1}}
+        | _coordinates(radius * np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    )
+
+
+def _globe() -> list[Figure]:
+    """A translucent ball with meridians and parallels, a little inside the features; the theme colours it."""
+    longitude, latitude = np.meshgrid(np.linspace(0, 2 * np.pi, 49), np.linspace(-np.pi / 2, np.pi / 2, 25))
+    grid = 0.99 * np.stack(
+        [np.cos(latitude) * np.cos(longitude), np.cos(latitude) * np.sin(longitude), np.sin(latitude)]
+    )
+    gap = np.full((3, 1), np.nan)
+    parallels = [np.hstack([grid[:, row], gap]) for row in range(4, 24, 4)]
+    meridians = [np.hstack([grid[:, :, column], gap]) for column in range(0, 48, 4)]
+    decoration = {"hoverinfo": "skip", "showlegend": False}
+    ball = {axis: [numbers(row, 3) for row in values] for axis, values in zip("xyz", 0.99 * grid, strict=True)}
+    return [
+        {"type": "surface", "showscale": False, "opacity": 0.35}
+        | {"lighting": {"ambient": 1, "diffuse": 0, "specular": 0, "fresnel": 0}}
+        | decoration
+        | ball,
+        {"type": "scatter3d", "mode": "lines", "line": {"width": 1}}
+        | decoration
+        | _coordinates(np.hstack(parallels + meridians).T),
+    ]
+
+
+def _layout(**parts: Any) -> Figure:
+    return {"margin": {"l": 0, "r": 0, "t": 0, "b": 0}, "font": {"size": 12}} | parts
+
+
+def _legend(**parts: Any) -> Figure:
+    return {"orientation": "h", "x": 0.5, "xanchor": "center", "itemsizing": "constant"} | parts
+
+
+def _scene_layout() -> Figure:
+    axis = {"visible": False, "range": [-1.13, 1.13], "showspikes": False}
+    scene = {"xaxis": axis, "yaxis": axis, "zaxis": axis, "aspectmode": "cube", "dragmode": "orbit"}
+    camera = {"eye": {"x": 0.91, "y": 0.91, "z": 0.6}}
+    return _layout(scene=scene | {"camera": camera}, legend=_legend(y=0, yanchor="top", maxheight=0.25))
+
+
+def _flat_layout() -> Figure:
+    axis = {"zeroline": True, "showgrid": False, "automargin": True}
+    return _layout(
+        xaxis=axis,
+        yaxis=axis | {"scaleanchor": "x"},
+        legend=_legend(y=-0.08, yanchor="top", maxheight=0.25),
+        hovermode="closest",
+    )
+
+
+def _histogram(groups: dict[str, Floats]) -> tuple[Figure, str]:
+    edges = np.arange(0, 180 + BIN_DEGREES, BIN_DEGREES)
+    traces = []
+    for index, (name, angles) in enumerate(groups.items()):
+        shares = 100 * np.histogram(angles, bins=edges)[0] / max(1, len(angles))
+        traces.append(
+            {"type": "bar", "name": name, "x0": BIN_DEGREES / 2, "dx": BIN_DEGREES, "y": numbers(shares)}
+            | {"marker": {"color": color(index)}, "opacity": 0.7}
+            | {"hovertemplate": f"%{{y:.2f}} % within {BIN_DEGREES / 2:g}° of %{{x}}°<extra>%{{fullData.name}}</extra>"}
+        )
+    means = [f"{name} {angles.mean():.1f}°" for name, angles in groups.items() if len(angles)]
+    layout = _layout(
+        barmode="overlay",
+        bargap=0,
+        xaxis={"ticksuffix": "°", "automargin": True},
+        yaxis={"ticksuffix": " %", "automargin": True, "nticks": 5},
+        legend=_legend(y=1.02, yanchor="bottom"),
+    )
+    return {"data": traces, "layout": layout}, f"Mean: {', '.join(means)}."
+
+
+def _keys(rows_of_runs: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Names of the numeric columns in the order in which they first appear."""
+    cells = (cell for rows in rows_of_runs for row in rows for cell in row.items())
+    return list(dict.fromkeys(key for key, value in cells if isinstance(value, int | float)))
+
+
+def _curve(
+    key: str, title: str, rows_of_runs: Sequence[Sequence[dict[str, Any]]], names: Sequence[str], *, log: bool
+) -> Curve:
+    traces = []
+    scale = 100 if key in PERCENT else 1
+    for index, (name, all_rows) in enumerate(zip(names, rows_of_runs, strict=True)):
+        rows = [row for row in all_rows if isinstance(row.get(key), int | float)]
+        rows = [rows[i] for i in geometry.evenly(len(rows), MAX_CURVE_POINTS)]
+        traces.append(
+            {"type": "scatter", "mode": "lines" if len(rows) > 1 else "markers", "name": text(name)}
+            | {"x": [row["step"] for row in rows], "y": numbers((scale * row[key] for row in rows), 5)}
+            | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
+            | {"showlegend": False, "hovertemplate": "%{y:.4~g}"}
+        )
+    layout = _layout(
+        xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
+        yaxis={"automargin": True, "nticks": 6},
+        hovermode="x unified",
+    )
+    return Curve(CURVE_TITLES.get(key, title), {"data": traces, "layout": layout}, log)

@@ -1,0 +1,278 @@
+"""The HTML page of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from hypersphere.report import figures
+from hypersphere.report.figures import Figure
+from hypersphere.report.runs import Features, Run
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the summary: a final metric, how it is shown, and what it means in plain words."""
+
+    key: str
+    title: str
+    meaning: str
+    form: str
+    best: Callable[[Iterable[float]], float]
+
+
+COLUMNS = (
+    Column(
+        "accuracy",
+        "Test accuracy",
+        "Share of test samples that get the right class. Higher is better.",
+        "{:.2%}",
+        max,
+    ),
+    Column(
+        "mean_angle",
+        "Angle to own centre",
+        "Mean angle between a test feature and the centre of its class (the mean direction of the class's test "
+        "features). Lower means tighter classes.",
+        "{:.1f}°",
+        min,
+    ),
+    Column(
+        "min_centre_angle",
+        "Smallest centre angle",
+        "Angle between the two class centres that are closest to each other. Larger means better separated classes.",
+        "{:.1f}°",
+        max,
+    ),
+    Column(
+        "eer",
+        "Unseen-class EER",
+        "Equal error rate when pairs of samples from classes that were never trained on are judged “same” or "
+        "“different” by their angle: the error where both kinds of mistake are equally frequent. Lower is better.",
+        "{:.2%}",
+        min,
+    ),
+    Column(
+        "energy",
+        "Classifier energy",
+        "Hyperspherical energy of the classifier's weight vectors: how unevenly they are spread over the sphere. "
+        "Lower is more even; comparable only between runs with the same number of classes and dimensions.",
+        "{:.4g}",
+        min,
+    ),
+)
+MISSING = "—"
+LOSS_MEANING = "The loss that the classifier was trained with."
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page."""
+    names = run_names(runs)
+    title = f"Run report: {names[0]}" if len(runs) == 1 else f"Run report: {len(runs)} runs side by side"
+    plots: dict[str, Figure] = {}  # filled by the sections, in the order of the page
+    body = "".join(
+        (
+            _summary(runs, names),
+            _spheres(runs, names, plots),
+            _angles(runs, names, plots),
+            _curves(runs, names, plots),
+            _details(runs, names),
+        )
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{_asset("page.css")}</style>
+</head>
+<body>
+<header><h1>{escape(title)}</h1></header>
+<main>{body}</main>
+<noscript><p>The plots need JavaScript.</p></noscript>
+<script>{get_plotlyjs()}</script>
+<script type="application/json" id="plots">{_json(plots)}</script>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """What the runs are called on the page: their names, with the folder where a name is not unique."""
+    names = [str(run.facts.get("name") or run.folder) for run in runs]
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name} ({run.folder})" for name, run in zip(names, runs, strict=True)]
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _json(value: object) -> str:
+    """JSON that is safe inside a script element: no tag can begin in it."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _section(anchor: str, title: str, text: str, content: str) -> str:
+    return (
+        f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{title}</h2><p class="lead">{text}</p>'
+        f"{content}</section>"
+    )
+
+
+def _plot(plots: dict[str, Figure], figure: Figure, kind: str, title: str, caption: str = "") -> str:
+    """A titled box that ``page.js`` draws the figure into."""
+    identity = f"plot-{len(plots)}"
+    plots[identity] = figure
+    foot = f'<p class="caption">{escape(caption)}</p>' if caption else ""
+    return (
+        f'<figure><figcaption><h3>{escape(title)}</h3></figcaption><div class="plot {kind}" id="{identity}" '
+        f'role="group" aria-label="{escape(f"Plot: {title}. {caption}")}"></div>{foot}</figure>'
+    )
+
+
+def _summary(runs: Sequence[Run], names: Sequence[str]) -> str:
+    heads = "".join(
+        f'<th scope="col" title="{escape(meaning)}">{escape(title)}</th>'
+        for title, meaning in [("Loss", LOSS_MEANING), *((c.title, c.meaning) for c in COLUMNS)]
+    )
+    cells = [_column_cells(column, runs) for column in COLUMNS]
+    rows = "".join(
+        f'<tr><th scope="row">{_swatch(i)}{escape(names[i])}{_status(run)}</th><td>{escape(run.loss or MISSING)}</td>'
+        f"{''.join(column[i] for column in cells)}</tr>"
+        for i, run in enumerate(runs)
+    )
+    legend = "".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.meaning)}</dd>" for c in COLUMNS)
+    best = " The best value of each column is marked." if len(runs) > 1 else ""
+    table = (
+        f'<div class="scroll" tabindex="0" role="region" aria-labelledby="summary"><table class="summary">'
+        f'<thead><tr><th scope="col">Run</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"<details><summary>What the columns mean</summary><dl><dt>Loss</dt><dd>{LOSS_MEANING}</dd>{legend}</dl>"
+        "</details>"
+    )
+    return _section("summary", "Summary", f"Results on the test set at the end of training.{best}", table)
+
+
+def _column_cells(column: Column, runs: Sequence[Run]) -> list[str]:
+    values = [run.results.get(column.key) for run in runs]
+    shown = [column.form.format(v) if v is not None and math.isfinite(v) else None for v in values]
+    finite = [v for v, text in zip(values, shown, strict=True) if v is not None and text]
+    # What looks the same is equally good: texts are compared, not values.
+    best = column.form.format(column.best(finite)) if len(finite) > 1 else None
+    return [
+        f"<td>{MISSING}</td>" if text is None else f"<td>{f'<b class=best>{text}</b>' if text == best else text}</td>"
+        for text in shown
+    ]
+
+
+def _swatch(index: int) -> str:
+    return f'<i class="swatch" style="background:{figures.color(index)}"></i>'
+
+
+def _status(run: Run) -> str:
+    status = str(run.facts.get("status", "finished"))
+    return "" if status == "finished" else f' <small class="status">{escape(status)}</small>'
+
+
+def _spheres(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    content = ""
+    for name, run in zip(names, runs, strict=True):
+        if run.test is not None:
+            figure, caption = figures.sphere(run.test)
+            content += _plot(plots, figure, "sphere", name, caption)
+    if not content:
+        return ""
+    return _section(
+        "features",
+        "Features on the sphere",
+        "Each dot is a test sample, coloured by class; a line with a diamond is the classifier's weight vector of the "
+        "class. Look for tight clusters, one a class and around its diamond, that are spread far apart. Click "
+        "a class to hide it, double-click to see it alone.",
+        f'<div class="grid">{content}</div>',
+    )
+
+
+def _angles(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    to_centres = _histograms([run.test for run in runs], names, figures.centre_histogram, plots)
+    of_pairs = _histograms([run.unseen for run in runs], names, figures.pair_histogram, plots)
+    if not to_centres:
+        return ""
+    content = f'<div class="grid">{to_centres}</div>'
+    if of_pairs:
+        content += (
+            '<p class="lead">Pairs of samples from classes that were never trained on: genuine pairs are of one class, '
+            "impostor pairs of two. The less the two overlap, the better an angle tells whether two samples belong "
+            f'together.</p><div class="grid">{of_pairs}</div>'
+        )
+    return _section(
+        "angles",
+        "Angles",
+        "How far test features are from the centre of their class and from the nearest other centre. Good features "
+        "have a narrow own-centre hill on the left and a gap before the other.",
+        content,
+    )
+
+
+def _histograms(
+    features: Sequence[Features | None],
+    names: Sequence[str],
+    draw: Callable[[Features], tuple[Figure, str]],
+    plots: dict[str, Figure],
+) -> str:
+    drawn = [(name, *draw(f)) for name, f in zip(names, features, strict=True) if f is not None]
+    figures.share_ranges([figure for _, figure, _ in drawn])
+    return "".join(_plot(plots, figure, "histogram", name, caption) for name, figure, caption in drawn)
+
+
+def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    curves = figures.curves(runs, names)
+    if not curves:
+        return ""
+    content = "".join(_plot(plots, c.figure, "curve log" if c.log else "curve", c.title) for c in curves)
+    buttons = "".join(
+        f'<button type="button" data-run="{i}" aria-pressed="true">{_swatch(i)}{escape(name)}</button>'
+        for i, name in enumerate(names)
+        if len(runs) > 1
+    )
+    controls = (
+        f'<div class="controls">{buttons}<label><input type="checkbox" id="log"> logarithmic losses, rates and '
+        "norms</label></div>"
+    )
+    return _section(
+        "training",
+        "Training curves",
+        "What was measured while training, by step. Drag to zoom in, double-click to zoom out.",
+        f'{controls}<div class="grid">{content}</div>',
+    )
+
+
+def _details(runs: Sequence[Run], names: Sequence[str]) -> str:
+    content = "".join(
+        f"<details><summary>{_swatch(i)}{escape(names[i])}</summary>"
+        f'<div class="scroll"><table class="facts">{_fact_rows(run.facts)}</table></div>'
+        f"<h3>Resolved recipe</h3><pre>{escape(run.recipe)}</pre></details>"
+        for i, run in enumerate(runs)
+    )
+    return _section("details", "Run facts and recipes", "What is needed to repeat each run.", content)
+
+
+def _fact_rows(facts: dict[str, Any]) -> str:
+    return "".join(
+        _fact_rows(value)
+        if isinstance(value, dict)
+        else f'<tr><th scope="row">{escape(str(key)).replace("_", " ")}</th><td>'
+        f"{escape(MISSING if value is None else str(value))}</td></tr>"
+        for key, value in facts.items()
+    )

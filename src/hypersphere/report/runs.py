@@ -1,0 +1,153 @@
+"""Read a run folder: recipe, facts, metrics and, where the run was evaluated, results and test features."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from hypersphere.errors import HypersphereError
+from hypersphere.report.geometry import Floats, Ints
+
+
+class ReportError(HypersphereError):
+    """A run folder cannot be reported on; the message names the folder or file and says what to do."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a test set with their classes, and the classifier's weights where it has any.
+
+    Attributes:
+        vectors: One raw feature a row.
+        labels: Class of each feature.
+        names: Class names by label.
+        weights: Classifier weights, a row a class.
+    """
+
+    vectors: Floats
+    labels: Ints
+    names: list[str] = field(default_factory=list)
+    weights: Floats | None = None
+
+    def name(self, label: int) -> str:
+        """The class's name, or its number where no name was stored."""
+        return str(self.names[label]) if 0 <= label < len(self.names) else f"class {label}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds.
+
+    Attributes:
+        folder: Name of the folder.
+        facts: Contents of ``run.json``.
+        recipe: Text of ``recipe.yaml``.
+        loss: Name of the loss in the recipe.
+        metrics: Rows of ``metrics.jsonl``.
+        results: Final metrics; empty before the first evaluation.
+        test: Test features; ``None`` before the first evaluation.
+        unseen: Features of classes that were held out of training, where there are any.
+    """
+
+    folder: str
+    facts: dict[str, Any]
+    recipe: str
+    loss: str
+    metrics: list[dict[str, Any]]
+    results: dict[str, float]
+    test: Features | None
+    unseen: Features | None
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        ReportError: The folder or a needed file is missing, or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise ReportError(f"run folder {folder} does not exist; give a folder that a training run wrote")
+    for needed in ("recipe.yaml", "run.json", "metrics.jsonl"):
+        if not (folder / needed).is_file():
+            raise ReportError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")
+    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    evaluation = folder / "evaluation.json"
+    test, unseen = _read_features(folder / "features.safetensors")
+    return Run(
+        folder=folder.resolve().name,
+        facts=_read_object(folder / "run.json"),
+        recipe=recipe,
+        loss=_loss_name(folder / "recipe.yaml", recipe),
+        metrics=_read_metrics(folder / "metrics.jsonl"),
+        results=_read_object(evaluation).get("metrics", {}) if evaluation.is_file() else {},
+        test=test,
+        unseen=unseen,
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(f"{path} is not valid JSON ({error}); write it again by running the step again") from error
+    if not isinstance(content, dict):
+        raise ReportError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _loss_name(path: Path, text: str) -> str:
+    try:
+        recipe = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ReportError(f"{path} is not valid YAML ({error}); restore it from the recipe of the run") from error
+    loss = recipe.get("loss") if isinstance(recipe, dict) else None
+    return str(loss.get("name", "")) if isinstance(loss, dict) else ""
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # a run that was killed leaves its last line unfinished
+                break
+            raise ReportError(f"{path}, line {number} is not valid JSON ({error}); remove that line") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise ReportError(f"{path}, line {number} is not an object with a step; remove that line")
+        rows.append(row)
+    return rows
+
+
+def _read_features(path: Path) -> tuple[Features | None, Features | None]:
+    if not path.is_file():
+        return None, None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            metadata = file.metadata() or {}
+        names, unseen_names = (json.loads(metadata.get(key, "[]")) for key in ("class_names", "unseen_names"))
+    except (SafetensorError, ValueError) as error:
+        raise ReportError(f"{path} cannot be read ({error}); evaluate the run again") from error
+    for needed in ("features", "labels", *(("unseen_labels",) if "unseen_features" in tensors else ())):
+        if needed not in tensors:
+            raise ReportError(f"{path} has no tensor {needed!r}; evaluate the run again")
+    return _features(tensors, "", names), _features(tensors, "unseen_", unseen_names)
+
+
+def _features(tensors: dict[str, Any], prefix: str, names: list[str]) -> Features | None:
+    if f"{prefix}features" not in tensors:
+        return None
+    vectors = tensors[f"{prefix}features"].astype(np.float64)
+    finite = np.isfinite(vectors).all(axis=1)  # a diverged model has features that cannot be drawn
+    if not finite.any():
+        return None
+    weights = None if prefix or "centres" not in tensors else tensors["centres"].astype(np.float64)
+    return Features(vectors[finite], tensors[f"{prefix}labels"][finite], names, weights)

@@ -1,0 +1,146 @@
+"""Measured numbers: committed JSON rows, and the pages that are made of them.
+
+Every number in the documentation comes from a row in ``docs/rows/*.json``; ``hypersphere docs`` turns the rows into
+``docs/results.md`` and ``docs/benchmarks.md``. A file holds a list of rows with these keys:
+
+``kind``: ``"result"`` or ``"benchmark"``; ``group``: heading on the page; ``what``: what was measured, ``metric`` and
+``unit``; ``mean`` and ``interval`` (half width, or ``None``); ``seeds``; ``recipe`` and ``recipe_hash`` where there is
+one; ``command`` that prints the number; ``version`` of the code; ``hardware``; ``date``; ``published`` value where a
+paper has one, and a ``note``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hypersphere.errors import HypersphereError
+
+# Two-sided 95 % points of Student's t by degrees of freedom; beyond the table the normal one is close enough.
+_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+PAGES = {
+    "result": ("results.md", "Results", "What the recipes give, as measured."),
+    "benchmark": ("benchmarks.md", "Benchmarks", "How fast it is, as measured."),
+}
+
+
+class RowError(HypersphereError):
+    """A row file that cannot be used."""
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """One measured number and all that is needed to measure it again."""
+
+    kind: str
+    group: str
+    what: str
+    metric: str
+    unit: str
+    mean: float
+    interval: float | None
+    seeds: tuple[int, ...]
+    command: str
+    version: str
+    hardware: str
+    date: str
+    recipe: str | None = None
+    recipe_hash: str | None = None
+    published: str | None = None
+    note: str | None = None
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and half width of its 95 % confidence interval (Student's t); no interval for a single value.
+
+    Example:
+        >>> mean_and_interval([1.0, 2.0, 3.0])
+        (2.0, 2.4843...)
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    degrees = len(values) - 1
+    point = _STUDENT_T[degrees - 1] if degrees <= len(_STUDENT_T) else 1.96
+    return mean, point * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def read_rows(folder: Path) -> list[ResultRow]:
+    """All rows of ``folder/*.json`` in the order of file names."""
+    rows = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            entries = json.loads(file.read_text())
+            rows += [ResultRow(**{**entry, "seeds": tuple(entry["seeds"])}) for entry in entries]
+        except (ValueError, TypeError, KeyError) as error:
+            raise RowError(f"{file} is not a list of result rows: {error}") from error
+    unknown = {row.kind for row in rows} - set(PAGES)
+    if unknown:
+        raise RowError(f"unknown kind of row: {', '.join(sorted(unknown))}; known: {', '.join(PAGES)}")
+    return rows
+
+
+def write_rows(file: Path, rows: Sequence[ResultRow]) -> None:
+    """Write a file of rows, replacing an older one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def write_pages(folder: Path, *, check: bool = False) -> list[Path]:
+    """Write both pages from ``folder/rows``; returns those that changed (with ``check``, without writing)."""
+    rows = read_rows(folder / "rows")
+    changed = []
+    for kind, (name, title, intro) in PAGES.items():
+        text = _page(title, intro, [row for row in rows if row.kind == kind])
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            changed.append(file)
+            if not check:
+                file.write_text(text)
+    return changed
+
+
+def _page(title: str, intro: str, rows: Sequence[ResultRow]) -> str:
+    lines = [f"# {title}", "", f"{intro} Made by `hypersphere docs` from `docs/rows/*.json`; do not edit.", ""]
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        with_published = any(row.published for row in members)
+        lines += [f"## {group}", "", "| what | metric | measured |" + (" published |" if with_published else "")]
+        lines += ["|---|---|---:|" + ("---|" if with_published else "")]
+        for row in members:
+            published = f" {row.published or ''} |" if with_published else ""
+            lines.append(f"| {row.what} | {row.metric} | {_value(row)} |{published}")
+        lines += ["", *_provenance(members), ""]
+    return "\n".join(lines)
+
+
+def _value(row: ResultRow) -> str:
+    spread = f" ± {_number(row.interval)}" if row.interval is not None else ""
+    return f"{_number(row.mean)}{spread} {row.unit}".strip()
+
+
+def _number(value: float) -> str:
+    if value and abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
+
+
+def _provenance(rows: Sequence[ResultRow]) -> list[str]:
+    """How the numbers of a group came about, each fact once."""
+    facts = {
+        "Command": [f"`{row.command}`" for row in rows],
+        "Hardware": [row.hardware for row in rows],
+        "Version": [f"{row.version}, {row.date}" for row in rows],
+        "Seeds": [", ".join(map(str, row.seeds)) for row in rows],
+        "Recipes": [f"{row.recipe} ({row.recipe_hash})" for row in rows if row.recipe],
+        "Note": [row.note for row in rows if row.note],
+    }
+    lines = [f"- {title}: {'; '.join(dict.fromkeys(values))}" for title, values in facts.items() if any(values)]
+    if any(row.interval is not None for row in rows):
+        lines.append("- ± is the half width of the 95 % confidence interval over the seeds.")
+    return lines

@@ -1,0 +1,17 @@
+"""Training: a recipe and data in, a run folder out."""
+
+from hypersphere.train.callbacks import Callback, ProgressBar, TensorBoard
+from hypersphere.train.run import RunError, RunFolder
+from hypersphere.train.trainer import DivergedError, Interrupted, Trainer, pick_device
+
+__all__ = [
+    "Callback",
+    "DivergedError",
+    "Interrupted",
+    "ProgressBar",
+    "RunError",
+    "RunFolder",
+    "TensorBoard",
+    "Trainer",
+    "pick_device",
+]

@@ -1,0 +1,232 @@
+"""Batches by step number: which images, how they reach the device, how they are normalised and augmented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from hypersphere.data import FolderSplit, Split, TensorSplit
+from hypersphere.errors import ArgumentError
+from hypersphere.recipe import Augment
+from hypersphere.train.distributed import World
+from hypersphere.train.randomness import derive_seed
+
+
+class BatchOrder:
+    """Which samples each step sees: a new random order every epoch, incomplete last batches left out.
+
+    Args:
+        samples: Number of training samples.
+        batch_size: Samples a step.
+        seed: The run's seed.
+
+    Example:
+        >>> order = BatchOrder(10, 4, seed=0)
+        >>> order.indices(0).shape, bool((order.indices(0) == BatchOrder(10, 4, seed=0).indices(0)).all())
+        (torch.Size([4]), True)
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int) -> None:
+        if batch_size > samples:
+            raise ArgumentError("batch_size", f"must be at most the {samples} training images, got {batch_size}")
+        self.samples, self.batch_size, self.seed = samples, batch_size, seed
+        self.steps_per_epoch = samples // batch_size
+
+    def epoch(self, number: int) -> Tensor:
+        """Order of the samples in one epoch, ``(samples,)``."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", number))
+        return torch.randperm(self.samples, generator=generator)
+
+    def indices(self, step: int) -> Tensor:
+        """Samples of one step, ``(batch_size,)``."""
+        start = step % self.steps_per_epoch * self.batch_size
+        return self.epoch(step // self.steps_per_epoch)[start : start + self.batch_size]
+
+
+class Batches(Protocol):
+    """A source of training batches.
+
+    ``inputs`` does what the host must do for a step and returns tensors of fixed shapes; ``load`` turns them into
+    images and labels with device work alone, so that it can be part of a captured step.
+    """
+
+    def inputs(self, step: int) -> tuple[Tensor, ...]:
+        """Tensors for ``load``, of the same shapes at every step."""
+        ...
+
+    def load(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Images ``(b, C, H, W)`` uint8 and labels ``(b,)`` of this process' share of the batch."""
+        ...
+
+
+class ResidentBatches:
+    """All images on the device; a step costs the host one slice of the epoch's order."""
+
+    def __init__(self, split: TensorSplit, order: BatchOrder, device: torch.device, world: World) -> None:
+        self.images, self.labels = split.images.to(device), split.labels.to(device)
+        self.order, self.share = order, world.share(order.batch_size)
+        self._epoch, self._permutation = -1, self.labels
+
+    def inputs(self, step: int) -> tuple[Tensor, ...]:
+        """The indices of this step's images, a view on the device."""
+        epoch, position = divmod(step, self.order.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, self.order.epoch(epoch).to(self.labels.device)
+        start = position * self.order.batch_size
+        return (self._permutation[start + self.share.start : start + self.share.stop],)
+
+    def load(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the images and labels."""
+        (indices,) = inputs
+        return self.images[indices], self.labels[indices]
+
+
+class _Files(TorchDataset[Tensor]):
+    def __init__(self, split: FolderSplit) -> None:
+        self.split = split
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.split.read(index)
+
+
+class StreamedBatches:
+    """Images decoded from files by worker processes, ahead of the steps that need them."""
+
+    def __init__(self, split: FolderSplit, order: BatchOrder, device: torch.device, world: World, workers: int) -> None:
+        self.files, self.labels = _Files(split), split.labels
+        self.order, self.device, self.workers = order, device, workers
+        self.share = world.share(order.batch_size)
+        self._next_step, self._images = -1, iter(())
+
+    def _indices(self, step: int) -> Iterator[list[int]]:
+        while True:
+            yield self.order.indices(step)[self.share].tolist()
+            step += 1
+
+    def inputs(self, step: int) -> tuple[Tensor, ...]:
+        """This step's images and labels on the device."""
+        if step != self._next_step:
+            loader = DataLoader(
+                self.files,
+                batch_sampler=self._indices(step),
+                num_workers=self.workers,
+                pin_memory=self.device.type == "cuda",
+                prefetch_factor=4 if self.workers else None,
+            )
+            self._images = iter(loader)
+        self._next_step = step + 1
+        labels = self.labels[self.order.indices(step)[self.share]]
+        return next(self._images).to(self.device, non_blocking=True), labels.to(self.device)
+
+    def load(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The images and labels as they are."""
+        images, labels = inputs
+        return images, labels
+
+
+def make_batches(split: Split, order: BatchOrder, device: torch.device, world: World, workers: int) -> Batches:
+    """Resident batches for tensors, streamed ones for files."""
+    if isinstance(split, TensorSplit):
+        return ResidentBatches(split, order, device, world)
+    return StreamedBatches(split, order, device, world, workers)
+
+
+def evaluation_batches(split: Split, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """All images and labels of a split in order."""
+    for start in range(0, len(split), batch_size):
+        chosen = slice(start, start + batch_size)
+        if isinstance(split, TensorSplit):
+            images = split.images[chosen]
+        else:
+            images = torch.stack([split.read(i) for i in range(len(split))[chosen]])
+        yield images.to(device), split.labels[chosen].to(device)
+
+
+class Preprocess(nn.Module):
+    r"""Brings images from bytes to what the model sees: :math:`(x / 255 - \mu) / \sigma`.
+
+    The constants are buffers, measured on the training images and saved with the model.
+
+    Args:
+        shape: ``(C, H, W)`` of one image.
+        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, or ``"none"``.
+        augment: Random changes of training images.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, shape: tuple[int, int, int], normalise: Literal["channel", "pixel", "none"], augment: Augment
+    ) -> None:
+        super().__init__()
+        self.normalise, self.augment = normalise, augment
+        self.register_buffer("mean", torch.zeros(shape if normalise == "pixel" else (shape[0], 1, 1)))
+        self.register_buffer("std", torch.ones(shape[0], 1, 1))
+
+    def measure(self, split: Split, at_most: int = 100_000) -> None:
+        """Set the constants from training images (evenly spaced ones where there are more than ``at_most``)."""
+        if self.normalise == "none":
+            return
+        if isinstance(split, FolderSplit):
+            at_most = min(at_most, 1000)
+        chosen = torch.linspace(0, len(split) - 1, min(len(split), at_most), dtype=torch.float64).long()
+        part = split.select(chosen, split.labels[chosen])
+        total = torch.zeros(split.shape, dtype=torch.float64)
+        squares = torch.zeros(split.shape, dtype=torch.float64)
+        for images, _ in evaluation_batches(part, 1000, torch.device("cpu")):
+            pixels = images.double() / 255
+            total += pixels.sum(0)
+            squares += pixels.square().sum(0)
+        mean, square = total / len(part), squares / len(part)
+        if self.normalise == "pixel":
+            self.mean.copy_(mean)
+            return
+        mean, square = mean.mean((1, 2), keepdim=True), square.mean((1, 2), keepdim=True)
+        self.mean.copy_(mean)
+        # A constant channel (blank images) carries nothing; dividing by its spread would make it NaN.
+        std = (square - mean.square()).clamp(min=0).sqrt()
+        self.std.copy_(torch.where(std > 0, std, 1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``(B, C, H, W)`` bytes to floats."""
+        return (images.float() / 255 - self.mean) / self.std
+
+    def augmented(self, images: Tensor, generator: torch.Generator, batch_size: int, share: slice) -> Tensor:
+        """Normalised images, each with its own random crop and flips, without a loop.
+
+        Args:
+            images: ``(b, C, H, W)`` bytes, this process' share of the batch.
+            generator: Source of the draws; every process makes all of them, so that their number does not matter.
+            batch_size: Images over all processes.
+            share: Which of them ``images`` are.
+        """
+        crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
+        if not (crop or flip or vertical):
+            return self(images)
+        device, (height, width) = images.device, images.shape[2:]
+        rows = torch.arange(height, device=device).expand(len(images), -1)
+        columns = torch.arange(width, device=device).expand(len(images), -1)
+
+        def draw(high: int) -> Tensor:
+            return torch.randint(high, (batch_size,), generator=generator, device=device)[share].unsqueeze(1)
+
+        if flip:
+            columns = torch.where(draw(2) == 1, width - 1 - columns, columns)
+        if vertical:
+            rows = torch.where(draw(2) == 1, height - 1 - rows, rows)
+        if crop:
+            rows, columns = rows + draw(2 * crop + 1) - crop, columns + draw(2 * crop + 1) - crop
+        sample = torch.arange(len(images), device=device).view(-1, 1, 1)
+        row, column = rows.clamp(0, height - 1).unsqueeze(2), columns.clamp(0, width - 1).unsqueeze(1)
+        # Advanced indices around a slice put the channels last: (b, H, W, C).
+        normalised = self(images)[sample, :, row, column].permute(0, 3, 1, 2)
+        if not crop:
+            return normalised
+        inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
+        return normalised * inside.unsqueeze(1)

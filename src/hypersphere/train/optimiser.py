@@ -1,0 +1,100 @@
+"""Optimisers whose state and learning rate live on the device, and learning rates by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hypersphere.recipe import Optimiser, Schedule
+
+
+def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
+    """Factor on the base learning rate at a step, counted from 0.
+
+    Args:
+        schedule: The schedule.
+        steps: Length of the run.
+        step: The step that is about to be taken.
+
+    Example:
+        >>> learning_rate(Schedule(name="steps", milestones=(10, 20)), 30, 15)
+        0.1
+    """
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    if schedule.name == "steps":
+        return schedule.factor ** sum(step >= milestone for milestone in schedule.milestones)
+    progress = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
+    if schedule.name == "cosine":
+        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule.name == "linear":
+        return schedule.final + (1 - schedule.final) * (1 - progress)
+    return 1.0
+
+
+def parameter_groups(
+    model: nn.Module, head: nn.Module, recipe: Optimiser, device: torch.device
+) -> list[dict[str, object]]:
+    """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor."""
+    groups: list[dict[str, object]] = []
+    for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if recipe.decay == "weights":
+            halves = {
+                name: ([p for p in parameters if p.dim() > 1], recipe.weight_decay),
+                f"{name}-vectors": ([p for p in parameters if p.dim() <= 1], 0.0),
+            }
+        else:
+            halves = {name: (parameters, recipe.weight_decay)}
+        groups += [
+            {
+                "name": title,
+                "params": members,
+                "weight_decay": decay,
+                "lr": torch.tensor(recipe.lr * factor, device=device),
+                "base_lr": recipe.lr * factor,
+            }
+            for title, (members, decay) in halves.items()
+            if members
+        ]
+    return groups
+
+
+def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.optim.Optimizer:
+    """The optimiser, fused, with all of its state created and zero.
+
+    The state exists before the first step (rather than after it) so that a checkpoint always has somewhere to load
+    into and a captured step never allocates.
+    """
+    optimiser: torch.optim.Optimizer
+    if recipe.name == "sgd":
+        optimiser = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+    else:
+        kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
+        optimiser = kind(groups, betas=recipe.betas, fused=True, capturable=_on_cuda(groups))
+    _create_state(optimiser)
+    return optimiser
+
+
+def _on_cuda(groups: Iterable[dict[str, object]]) -> bool:
+    return any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups)
+
+
+def _create_state(optimiser: torch.optim.Optimizer) -> None:
+    """Take one step with zero gradients and rate, which changes no parameter, and set the state back to zero."""
+    rates = [group["lr"].clone() for group in optimiser.param_groups]
+    for group in optimiser.param_groups:
+        group["lr"].zero_()
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    for group, rate in zip(optimiser.param_groups, rates, strict=True):
+        group["lr"].copy_(rate)
+    for state in optimiser.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()

@@ -1,0 +1,270 @@
+"""The folder of a run: recipe, facts, metrics and checkpoints, each written so that a kill leaves it usable."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import hypersphere
+from hypersphere import recipe as recipes
+from hypersphere.errors import HypersphereError
+from hypersphere.recipe import Recipe
+
+
+class RunError(HypersphereError):
+    """A run folder that cannot be used as asked."""
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[str]]:
+    """Write a text file that appears whole or not at all."""
+    temporary = path.with_name(f".writing-{path.name}")
+    with temporary.open("w", newline="") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a result may depend on besides the recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": f"{device.type} ({name})",
+        "threads": str(torch.get_num_threads()),
+        "processes": os.environ.get("WORLD_SIZE", "1"),
+    }
+
+
+def code_version() -> str:
+    """The package's version, with the commit where it runs from a checkout."""
+    source = Path(__file__).resolve().parents[3]
+    if not (source / ".git").exists():
+        return hypersphere.__version__
+    git = shutil.which("git")
+    if git is None:
+        return hypersphere.__version__
+    described = subprocess.run(  # noqa: S603 (fixed arguments)
+        [git, "-C", str(source), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    commit = described.stdout.strip()
+    return f"{hypersphere.__version__}+{commit}" if commit else hypersphere.__version__
+
+
+class RunFolder:
+    """Paths and files of one run.
+
+    Args:
+        path: The folder; made where it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, device: torch.device) -> RunFolder:
+        """A new run, or the existing one of the same recipe to go on with."""
+        run = cls(path)
+        if run.recipe_file.exists():
+            existing = run.recipe()
+            if existing.hash != recipe.hash:
+                raise RunError(
+                    f"{path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another folder "
+                    f"with --run, delete it, or continue it as it is with `hypersphere resume {path}`"
+                )
+            return run
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        run.write_facts(
+            name=recipe.name,
+            recipe_hash=recipe.hash,
+            seed=recipe.seed,
+            version=code_version(),
+            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            environment=environment(device),
+            started=_now(),
+            finished=None,
+            status="running",
+            step=0,
+        )
+        # Last: a folder with a recipe is a run.
+        with atomic_write(run.recipe_file) as file:
+            file.write(recipe.to_yaml())
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run."""
+        run = cls(path)
+        if not run.recipe_file.is_file():
+            raise RunError(f"{path} is not a run folder: it has no {run.recipe_file.name}")
+        return run
+
+    @property
+    def recipe_file(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """Metrics, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def report_file(self) -> Path:
+        """The run's page."""
+        return self.path / "report.html"
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe of the run."""
+        return recipes.load(self.recipe_file)
+
+    def facts(self) -> dict[str, Any]:
+        """What is known about the run."""
+        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        return facts
+
+    def write_facts(self, **changes: Any) -> None:
+        """Change some of the facts."""
+        file = self.path / "run.json"
+        facts = self.facts() if file.exists() else {}
+        with atomic_write(file) as output:
+            json.dump(facts | changes, output, indent=2)
+
+    def evaluation(self) -> dict[str, Any]:
+        """The last evaluation: its step and metrics."""
+        file = self.path / "evaluation.json"
+        if not file.is_file():
+            raise RunError(f"{self.path} has no evaluation yet: `hypersphere evaluate {self.path}` makes one")
+        evaluation: dict[str, Any] = json.loads(file.read_text())
+        return evaluation
+
+    def finish(self, status: str, step: int) -> None:
+        """Note how the run ended."""
+        self.write_facts(status=status, step=step, finished=_now())
+
+    # -------------------------------------------------------------------------------------------- metrics
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete metric rows; a last line cut short by a kill is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a metric row."""
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget the metric rows after ``step``, which the resumed run will write again."""
+        rows = [row for row in self.rows() if row["step"] <= step]
+        with atomic_write(self.metrics_file) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def write_csv(self) -> None:
+        """The metric rows as a table, for spreadsheets."""
+        rows = self.rows()
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with atomic_write(self.path / "metrics.csv") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int) -> Path:
+        """Write a checkpoint that appears whole or not at all, and delete old ones beyond ``keep``.
+
+        The files go to a temporary folder that is renamed when they are complete and on disk.
+        """
+        target = self.checkpoints / f"step-{step:08d}"
+        if target.exists():
+            return target
+        folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.checkpoints))
+        safetensors.torch.save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors"
+        )
+        (folder / "state.json").write_text(json.dumps({"step": step, **state}))
+        for file in folder.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        folder.chmod(0o755)  # mkdtemp makes it private
+        folder.rename(target)
+        for old in self._complete()[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+    def _complete(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step-*"))
+
+    def clean(self) -> None:
+        """Delete what a kill in mid-write left behind."""
+        for leftover in [*self.checkpoints.glob(".writing-*"), *self.path.glob(".writing-*")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+
+def load_checkpoint(folder: Path, into: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Copy a checkpoint's tensors into existing ones; nothing in the files is ever executed.
+
+    Args:
+        folder: A checkpoint folder.
+        into: Live tensors by name; each must be in the checkpoint with the same shape.
+
+    Returns:
+        The JSON state beside the tensors.
+    """
+    file = folder / "state.safetensors"
+    try:
+        saved = safetensors.torch.load_file(file)
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise RunError(
+            f"checkpoint {folder} cannot be read: {error}; delete it to go on from the one before"
+        ) from error
+    for name, tensor in into.items():
+        if name not in saved:
+            raise RunError(f"checkpoint {file} has no tensor {name!r}: it was written by another version or recipe")
+        if saved[name].shape != tensor.shape:
+            raise RunError(
+                f"checkpoint {file}: {name!r} is {tuple(saved[name].shape)}, this run needs {tuple(tensor.shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(saved[name])
+    return state
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

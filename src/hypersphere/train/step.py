@@ -1,0 +1,177 @@
+"""One training step, as device work alone, and the same step captured in one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from hypersphere.train.batches import Batches, Preprocess
+from hypersphere.train.distributed import World
+from hypersphere.train.randomness import derive_seed, seed_default_generator
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Objective(nn.Module):
+    """Model, head and regularisers as one module: images and labels in, loss terms out.
+
+    Args:
+        model: Images ``(B, C, H, W)`` to features ``(B, D)``.
+        head: Features and labels to a loss.
+        regularisers: Title -> (energy, weight, what it is an energy of).
+    """
+
+    def __init__(
+        self, model: nn.Module, head: nn.Module, regularisers: Mapping[str, tuple[nn.Module, float, str]]
+    ) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+        self.energies = nn.ModuleDict({title: energy for title, (energy, _, _) in regularisers.items()})
+        self.weights = {title: (weight, target) for title, (_, weight, target) in regularisers.items()}
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the terms, the loss first."""
+        return ["loss", *self.energies]
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The terms, ``(T,)``; their sum is what is minimised."""
+        terms = [self.head(self.model(images), labels)]
+        for title, energy in self.energies.items():
+            weight, target = self.weights[title]
+            measured = self.head.weight if target == "head" else self.model
+            terms.append(weight * energy(measured))
+        return torch.stack([term.float() for term in terms])
+
+
+class Step:
+    """A training step: batch, augmentation, forward, backward, clipping, optimiser, moving average, record.
+
+    Calling it with the inputs of a step leaves ``record`` holding the loss terms and the gradient norm of every
+    parameter group. Nothing in it waits for the device or depends on values, so :class:`CapturedStep` can replay it.
+
+    Args:
+        objective: Model, head and regularisers.
+        forward: What to call for the terms: ``objective``, or a compiled or distributed wrapping of it.
+        preprocess: Normalisation and augmentation.
+        batches: Source of the batches.
+        optimiser: With named parameter groups.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        batch_size: Images over all processes.
+        world: This process among all.
+        seed: The run's seed.
+        clip_norm: Largest norm of the whole gradient.
+        averages: Moving average of every parameter, by position, and its decay.
+        channels_last: Memory format of the images.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        forward: Callable[[Tensor, Tensor], Tensor],
+        preprocess: Preprocess,
+        batches: Batches,
+        optimiser: torch.optim.Optimizer,
+        *,
+        precision: str,
+        batch_size: int,
+        world: World,
+        seed: int,
+        clip_norm: float | None = None,
+        averages: tuple[Sequence[Tensor], float] | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        self.device = preprocess.mean.device
+        self.objective, self.forward, self.preprocess = objective, forward, preprocess
+        self.batches, self.optimiser = batches, optimiser
+        self.autocast_dtype = AUTOCAST.get(precision)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        if self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=self.device))  # creates its state, which checkpoints need
+        self.batch_size, self.share, self.world, self.seed = batch_size, world.share(batch_size), world, seed
+        self.clip_norm, self.averages = clip_norm, averages
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.generator = torch.Generator(self.device)
+        self.groups = [str(group["name"]) for group in optimiser.param_groups]
+        self.columns = [*objective.terms, *(f"grad_norm/{group}" for group in self.groups)]
+        self.record = torch.zeros(len(self.columns), device=self.device)
+
+    def seed_step(self, step: int) -> None:
+        """Make everything random in a step a function of the seed and the step's number."""
+        self.generator.manual_seed(derive_seed(self.seed, "augment", step))
+        seed_default_generator(self.device, derive_seed(self.seed, "step", step, self.world.rank))
+
+    def run(self, step: int) -> None:
+        """Take the step with this number."""
+        self.seed_step(step)
+        self(*self.batches.inputs(step))
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Device work of one step."""
+        images, labels = self.batches.load(*inputs)
+        images = self.preprocess.augmented(images, self.generator, self.batch_size, self.share)
+        images = images.contiguous(memory_format=self.memory_format)
+        self.optimiser.zero_grad(set_to_none=True)
+        # The cast weights of one captured step must not be reused by the next: no cache.
+        with torch.autocast(
+            self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None, cache_enabled=False
+        ):
+            terms = self.forward(images, labels)
+        self.scaler.scale(terms.sum()).backward()
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimiser)
+        norms = self._clip()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.averages is not None:
+            averages, decay = self.averages
+            torch._foreach_lerp_(list(averages), [p.detach() for p in self.objective.parameters()], 1 - decay)
+        self.record.copy_(torch.cat([terms.detach(), norms]))
+
+    def _clip(self) -> Tensor:
+        """Gradient norms by parameter group, before the whole gradient is scaled down to ``clip_norm``."""
+        members = [[p for p in group["params"] if p.grad is not None] for group in self.optimiser.param_groups]
+        norms = torch.stack([get_total_norm([p.grad for p in group]) for group in members])
+        if self.clip_norm is not None:
+            everything = [p for group in members for p in group]
+            clip_grads_with_norm_(everything, self.clip_norm, torch.linalg.vector_norm(norms))
+        return norms
+
+
+class CapturedStep:
+    """A step recorded once as a CUDA graph and replayed: the host does next to nothing between steps.
+
+    Args:
+        step: The step to capture.
+        state: Every tensor that a step changes; the trial steps that must precede a capture are undone in them.
+    """
+
+    TRIALS = 3
+
+    def __init__(self, step: Step, state: Mapping[str, Tensor]) -> None:
+        self.step = step
+        self.inputs = tuple(value.clone() for value in step.batches.inputs(0))
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self.TRIALS):
+                step(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(step.generator)
+        with torch.cuda.graph(self.graph):
+            step(*self.inputs)
+        with torch.no_grad():
+            for name, tensor in state.items():
+                tensor.copy_(before[name])
+
+    def run(self, step: int) -> None:
+        """Take the step with this number."""
+        self.step.seed_step(step)
+        for buffer, value in zip(self.inputs, self.step.batches.inputs(step), strict=True):
+            buffer.copy_(value, non_blocking=True)
+        self.graph.replay()

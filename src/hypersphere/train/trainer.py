@@ -1,0 +1,436 @@
+"""The trainer: from a recipe to a run folder with metrics, checkpoints and an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hypersphere.data import Dataset, Split
+from hypersphere.data import load as load_data
+from hypersphere.energy import energies
+from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.evaluate import Outputs, measure
+from hypersphere.losses import MarginSoftmax, losses
+from hypersphere.models import models
+from hypersphere.recipe import Recipe, RecipeError
+from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
+from hypersphere.train.callbacks import Callback, TensorBoard
+from hypersphere.train.distributed import World, synchronise_batch_norm
+from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
+from hypersphere.train.randomness import derive_seed
+from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
+from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step
+
+
+class DivergedError(HypersphereError):
+    """The loss or a gradient is no longer a number."""
+
+
+class Interrupted(HypersphereError):  # noqa: N818 (not an error of anyone's)
+    """Training was asked to stop; ``signal_number`` says how."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device called ``name``; ``"auto"`` is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError("device", f"must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ArgumentError("device", f"is {name!r}, but torch sees no CUDA device here")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+class Trainer:
+    """Trains what a recipe describes.
+
+    Everything that a step changes is a tensor in :meth:`state`; everything random is a function of the seed and the
+    step. A checkpoint is therefore that state and a step number, and a resumed run repeats the uninterrupted one.
+
+    Args:
+        recipe: What to do.
+        run: Where results go; an existing run is continued from its last checkpoint.
+        device: Where to compute.
+        data_root: Where data sets are looked for.
+        callbacks: What else should happen; run in the main process only.
+        world: This process among all.
+
+    Example:
+        >>> import tempfile
+        >>> from hypersphere import recipe
+        >>> plan = recipe.load("digits-softmax", ["train.steps=2", "train.tensorboard=false"])
+        >>> device = torch.device("cpu")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = RunFolder.create(Path(folder) / "run", plan, device)
+        ...     metrics = Trainer(plan, run, device).fit()
+        >>> sorted(metrics)
+        ['accuracy', 'cross_entropy', 'eer', 'energy', 'mean_angle', 'min_centre_angle']
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        device: torch.device,
+        *,
+        data_root: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        world: World | None = None,
+    ) -> None:
+        self.recipe, self.run, self.device = recipe, run, device
+        self.world = world or World()
+        self.data = self._load_data(data_root)
+        self.model, self.head, self.preprocess = self._build(self.data)
+        self.callbacks = list(callbacks) if self.world.main else []
+        if recipe.train.tensorboard and self.world.main:
+            self.callbacks.append(TensorBoard())
+        self._stop_signal: int | None = None
+        self._averages = [p.detach().clone() for p in self._parameters()] if recipe.train.ema is not None else None
+        self.step_number = 0
+        self._pending: list[list[float]] = []  # recorded steps that no metric row covers yet
+
+    # ------------------------------------------------------------------------------------------- building
+
+    def _load_data(self, root: Path | None) -> Dataset:
+        recipe = self.recipe.data
+        try:
+            return load_data(recipe.name, root, hold_out=recipe.hold_out, **recipe.options)
+        except ArgumentError as error:
+            raise RecipeError(f"data.{error}") from error
+
+    def _build(self, data: Dataset) -> tuple[nn.Module, MarginSoftmax, Preprocess]:
+        recipe = self.recipe
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(recipe.seed, "initialise"))
+            model = recipe.build(models, ("model",), data.train.shape)
+            head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
+        preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
+        preprocess.measure(data.train)
+        if recipe.train.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        return model.to(self.device), head.to(self.device), preprocess.to(self.device)
+
+    def _make_step(self) -> Step:
+        recipe, train = self.recipe, self.recipe.train
+        regularisers = {}
+        for index, part in enumerate(recipe.regularisers):
+            title = part.name if part.name not in regularisers else f"{part.name}-{index}"
+            regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.on)
+        objective = Objective(self.model, self.head, regularisers).to(self.device)
+        forward: Any = objective
+        if self.world.size > 1:
+            synchronise_batch_norm(objective)
+            forward = DistributedDataParallel(objective, broadcast_buffers=False)
+        if train.compile:
+            forward = torch.compile(forward)
+        order = BatchOrder(len(self.data.train), recipe.data.batch_size, recipe.seed)
+        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
+        return Step(
+            objective,
+            forward,
+            self.preprocess,
+            make_batches(self.data.train, order, self.device, self.world, recipe.data.workers),
+            make_optimiser(groups, recipe.optimiser),
+            precision=train.precision,
+            batch_size=recipe.data.batch_size,
+            world=self.world,
+            seed=recipe.seed,
+            clip_norm=train.clip_norm,
+            averages=None if self._averages is None or train.ema is None else (self._averages, train.ema),
+            channels_last=train.channels_last,
+        )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self.model.parameters(), *self.head.parameters()]
+
+    def _capture(self) -> bool:
+        asked = self.recipe.train.capture
+        possible = self.device.type == "cuda" and self.world.size == 1
+        if asked and not possible:
+            raise RecipeError("train.capture needs a CUDA device and a single process")
+        return possible if asked is None else asked
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the loss terms."""
+        return self._step.objective.terms
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that a trained model consists of, by name."""
+        found: dict[str, Tensor] = {}
+        for part, module in (("model", self.model), ("head", self.head), ("preprocess", self.preprocess)):
+            found |= {f"{part}.{name}": tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+        if self._averages is not None:
+            found |= {f"average.{index}": tensor for index, tensor in enumerate(self._averages)}
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that a step changes, by name."""
+        found = self.weights()
+        names: dict[Tensor, str] = {tensor: name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+        for parameter, values in self._step.optimiser.state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    found[f"optimiser.{names[parameter]}.{key}"] = value
+        scaler = self._step.scaler
+        if scaler.is_enabled():
+            assert scaler._scale is not None and scaler._growth_tracker is not None
+            found |= {"scaler.scale": scaler._scale, "scaler.growth": scaler._growth_tracker}
+        return found
+
+    def load(self) -> int:
+        """Take the trained weights from the run's last checkpoint, for evaluation; returns its step."""
+        checkpoint = self.run.latest_checkpoint()
+        if checkpoint is None:
+            raise RunError(f"{self.run.path} has no checkpoint yet")
+        return int(load_checkpoint(checkpoint, self.weights())["step"])
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint, or from the start."""
+        if self.world.main:
+            self.run.clean()
+        self.world.barrier()
+        checkpoint = self.run.latest_checkpoint()
+        if checkpoint is not None:
+            saved = load_checkpoint(checkpoint, self.state())
+            self.step_number, self._pending = saved["step"], saved["pending"]
+        if self.world.main:
+            self.run.rewind(self.step_number)
+            self.run.write_facts(status="running", finished=None)
+
+    # ------------------------------------------------------------------------------------------- training
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end of the recipe, from the last checkpoint on; returns the final test metrics."""
+        self._step = self._make_step()
+        self._resume()
+        steps = self.recipe.train.steps
+        runner: Step | CapturedStep = self._step
+        if self._capture() and self.step_number < steps:
+            self._train_mode()
+            runner = CapturedStep(self._step, self.state())
+        self._history = torch.zeros(self.recipe.train.log_every, len(self._step.columns), device=self.device)
+        self._recorded = 0
+        self._notify("on_start", self.step_number)
+        status = "interrupted"
+        try:
+            with self._signals():
+                while self.step_number < steps:
+                    self._take(runner)
+            metrics = self._finish()
+            status = "finished"
+            return metrics
+        except DivergedError:
+            status = "diverged"
+            raise
+        finally:
+            self._notify("on_end", status)
+            if self.world.main:
+                self.run.finish(status, self.step_number)
+                self.run.write_csv()
+
+    def _take(self, runner: Step | CapturedStep) -> None:
+        train, evaluate = self.recipe.train, self.recipe.evaluate
+        self._train_mode()
+        factor = learning_rate(self.recipe.schedule, train.steps, self.step_number)
+        for group in self._step.optimiser.param_groups:
+            group["lr"].fill_(group["base_lr"] * factor)
+        runner.run(self.step_number)
+        self._history[self._recorded].copy_(self._step.record, non_blocking=True)
+        self._recorded += 1
+        self.step_number += 1
+        self._notify("on_step", self.step_number)
+        last = self.step_number == train.steps
+        evaluating = not last and evaluate.every > 0 and self.step_number % evaluate.every == 0
+        saving = last or self.step_number % train.checkpoint_every == 0
+        if self._recorded == len(self._history) or evaluating or saving or self._stop_signal is not None:
+            self._collect()
+        if self.step_number % train.log_every == 0 or last:
+            self._log()
+        if evaluating:
+            self._evaluate()
+        if saving or self._stop_signal is not None:
+            self._save()
+        if self._stop_signal is not None and not last:
+            raise Interrupted(
+                f"stopped after step {self.step_number}; go on with `hypersphere resume {self.run.path}`",
+                self._stop_signal,
+            )
+
+    def _train_mode(self) -> None:
+        self.model.train()
+        self.head.train()
+
+    def _collect(self) -> None:
+        """Fetch the records of the last steps from the device and look at them: the only wait in training."""
+        rows = self.world.mean(self._history[: self._recorded]).double().tolist()
+        first = self.step_number - self._recorded
+        self._recorded = 0
+        for offset, row in enumerate(rows):
+            self._check_finite(first + offset + 1, dict(zip(self._step.columns, row, strict=True)))
+        self._pending += rows
+
+    def _check_finite(self, step: int, record: dict[str, float]) -> None:
+        bad = [name for name, value in record.items() if not math.isfinite(value)]
+        terms = [name for name in bad if name in self.terms]
+        # With a loss scaler, an overflowing gradient is skipped and the scale lowered: part of its work.
+        if not bad or (not terms and self._step.scaler.is_enabled()):
+            return
+        groups = [name.removeprefix("grad_norm/") for name in bad if name not in self.terms]
+        what = f"{terms[0]!r} became {record[terms[0]]}" if terms else "the gradient became non-finite"
+        where = f" (parameter group {', '.join(map(repr, groups))})" if groups else " (all gradients were still finite)"
+        checkpoint = self.run.latest_checkpoint()
+        kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "there was no checkpoint yet"
+        raise DivergedError(
+            f"training diverged at step {step}: {what}{where}; {kept}. "
+            "Try a lower optimiser.lr, train.clip_norm=1, or schedule.warmup"
+        )
+
+    def _log(self) -> None:
+        """Write one row with the means since the last one."""
+        if not self._pending:
+            return
+        means = torch.tensor(self._pending, dtype=torch.float64).mean(0).tolist()
+        row: dict[str, Any] = {"step": self.step_number, "split": "train"}
+        values = dict(zip(self._step.columns, means, strict=True))
+        row["total"] = sum(values[term] for term in self.terms)
+        row |= values
+        row["lr"] = float(self._step.optimiser.param_groups[0]["lr"])
+        if self.head.annealer is not None:
+            row["lambda"] = float(self.head.annealer.value())
+        self._pending = []
+        self._write("on_log", row)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Write a row of test metrics; the other processes wait for the main one."""
+        metrics: dict[str, float] = {}
+        if self.world.main:
+            metrics = measure(self.outputs(), self.recipe.evaluate.metrics)
+            self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
+        self.world.barrier()
+        return metrics
+
+    def _save(self) -> None:
+        if self.world.main:
+            extra = {"recipe_hash": self.recipe.hash, "pending": self._pending}
+            folder = self.run.save_checkpoint(self.step_number, self.state(), extra, self.recipe.train.keep_checkpoints)
+            self.run.write_facts(step=self.step_number)
+            self._notify("on_checkpoint", folder)
+        self.world.barrier()
+
+    def _finish(self) -> dict[str, float]:
+        if any(row["step"] == self.step_number and row["split"] == "test" for row in self.run.rows()):
+            self.run.rewind(self.step_number - 1)  # a run that had ended already is measured again
+        metrics = self._evaluate()
+        if self.world.main:
+            self.write_evaluation(metrics)
+        return metrics
+
+    def _write(self, hook: str, row: dict[str, Any]) -> None:
+        if self.world.main:
+            self.run.append(row)
+            self._notify(hook, row)
+
+    def _notify(self, hook: str, value: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, value)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn Ctrl-C and a polite kill into a stop after the current step, with a checkpoint."""
+
+        def note(number: int, frame: types.FrameType | None) -> None:
+            if self._stop_signal is not None:
+                raise KeyboardInterrupt  # asked twice: stop at once
+            self._stop_signal = number
+
+        try:
+            before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are somebody else's business
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ----------------------------------------------------------------------------------------- evaluation
+
+    def outputs(self) -> Outputs:
+        """Features and scores of the test split, and of the unseen classes where there are any."""
+        with self._averaged():
+            features, logits, labels = self._extract(self.data.test)
+            unseen = self.data.unseen
+            unseen_features, unseen_labels = None, None
+            if unseen is not None:
+                unseen_features, _, unseen_labels = self._extract(unseen)
+            weight = self.head.weight.detach().float().clone()
+        return Outputs(features, logits, labels, weight, unseen_features, unseen_labels)
+
+    @torch.no_grad()
+    def _extract(self, split: Split) -> tuple[Tensor, Tensor, Tensor]:
+        self.model.eval()
+        self.head.eval()
+        dtype = AUTOCAST.get(self.recipe.train.precision)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for images, labels in evaluation_batches(split, self.recipe.evaluate.batch_size, self.device):
+            with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                features = self.model(self.preprocess(images))
+            found.append((features.float(), self.head.logits(features), labels))
+        features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return features, logits, labels
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Put the moving averages in place of the weights, where there are any."""
+        if self._averages is None:
+            yield
+            return
+        parameters = [p.detach() for p in self._parameters()]
+        trained = [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, self._averages)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, trained)
+
+    def write_evaluation(self, metrics: dict[str, float]) -> None:
+        """Keep the metrics, and the features that the report draws."""
+        with atomic_write(self.run.path / "evaluation.json") as file:
+            json.dump({"step": self.step_number, "metrics": metrics}, file, indent=2)
+        outputs = self.outputs()
+        tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
+        if outputs.unseen_features is not None and outputs.unseen_labels is not None:
+            tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
+        file_name = self.run.path / "features.safetensors"
+        temporary = file_name.with_name(f".writing-{file_name.name}")
+        safetensors.torch.save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata={
+                "class_names": json.dumps(self.data.class_names),
+                "unseen_names": json.dumps(self.data.unseen_names),
+            },
+        )
+        temporary.replace(file_name)

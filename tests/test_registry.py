@@ -1,0 +1,240 @@
+"""Names, options and the messages of errors."""
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hypersphere as hs
+from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
+from hypersphere.registry import Entry, Option, Registry, UnknownNameError, did_you_mean, nearest
+
+FAMILIES = (hs.losses.losses, hs.energy.energies, hs.nn.layers, hs.orthogonal.maps)
+
+
+class Shape:
+    """A shape on the sphere.
+
+    More words that are not the first line.
+
+    Args:
+        owner: Supplied by the caller.
+        radius: How far the
+            edge is from the centre: an arc.
+        name (str): What to call it.
+        *args: Not an option.
+        **extra: Not one either.
+
+    Example:
+        radius: not help
+    """
+
+    def __init__(self, owner: str, *args: object, radius: float, name: "str | None" = None, mute=3, **extra: int):
+        self.owner, self.radius, self.name = owner, radius, name
+
+
+@pytest.fixture
+def shapes():
+    registry = Registry("shape", positional=("owner",))
+    registry.register("Spherical_Cap", aliases=("cap", "Polar_Cap"))(Shape)
+
+    @registry.register("great-circle")
+    def circle():
+        return "round"
+
+    return registry
+
+
+# Errors.
+
+
+def test_argument_error_names_its_argument():
+    error = ArgumentError("m", "must be at least 1, got 0.5")
+    assert str(error) == "m must be at least 1, got 0.5"
+    assert error.argument == "m"
+    assert isinstance(error, HypersphereError)
+    assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    "error", [ArgumentError("m", "is bad"), UnknownNameError("unknown 'x'"), HypersphereError("no")]
+)
+def test_errors_cross_process_borders(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "message"),
+    [
+        (0.5, {"low": 1}, "at least 1, got 0.5"),
+        (0, {"low": 0, "open_low": True}, "greater than 0, got 0"),
+        (4, {"low": 0, "high": 3.5}, "at least 0 and at most 3.5, got 4"),
+        (2, {"high": 1}, "at most 1, got 2"),
+        (-1, {"low": 0, "high": 1, "open_low": True}, "greater than 0 and at most 1, got -1"),
+        (float("nan"), {}, "a number, got nan"),
+        (float("nan"), {"low": 0}, "at least 0, got nan"),
+    ],
+)
+def test_check_range_refuses(value, limits, message):
+    with pytest.raises(ArgumentError) as caught:
+        check_range("s", value, **limits)
+    assert str(caught.value) == f"s must be {message}"
+    assert caught.value.argument == "s"
+
+
+def test_check_range_accepts_its_ends():
+    check_range("s", 0, 0, 1)
+    check_range("s", 1, 0, 1, open_low=True)
+    check_range("s", -1e300)
+
+
+def test_check_choice():
+    check_choice("mode", "a", ("a", "b"))
+    with pytest.raises(ArgumentError, match="^mode must be one of 'a', 'b', got 'c'$"):
+        check_choice("mode", "c", ("a", "b"))
+
+
+# Nearest names.
+
+
+def test_nearest():
+    known = ["softmax", "arcface", "a-softmax"]
+    assert nearest("arcfase", known) == "arcface"
+    assert nearest("ARCFACE", known) == "arcface"
+    assert nearest("softmx", known) == "softmax"
+    assert nearest("zzz", known) is None
+    assert nearest("softmax", []) is None
+
+
+def test_did_you_mean():
+    assert did_you_mean("softmx", ["softmax"]) == " Did you mean 'softmax'?"
+    assert did_you_mean("zzz", ["softmax"]) == ""
+
+
+# The registry.
+
+
+@pytest.mark.parametrize(
+    "name", ["spherical-cap", "spherical_cap", "Spherical-CAP", "SPHERICAL_CAP", "cap", "CAP", "polar-cap", "polar_cap"]
+)
+def test_case_hyphens_underscores_and_aliases_do_not_matter(shapes, name):
+    assert name in shapes
+    assert shapes[name].name == "spherical-cap"
+    assert shapes[name].factory is Shape
+    built = shapes.create(name, "me", radius=2.0)
+    assert isinstance(built, Shape)
+    assert (built.owner, built.radius) == ("me", 2.0)
+
+
+def test_listing(shapes):
+    assert list(shapes) == ["great-circle", "spherical-cap"]
+    assert len(shapes) == 2
+    assert shapes["cap"].aliases == ("cap", "polar-cap")
+    assert 3 not in shapes
+    assert "square" not in shapes
+
+
+def test_register_returns_the_factory_itself():
+    def factory():
+        return 1
+
+    assert Registry("thing").register("one")(factory) is factory
+
+
+def test_unknown_name_says_what_is_known(shapes):
+    with pytest.raises(UnknownNameError) as caught:
+        shapes.create("grate_circle")
+    message = "unknown shape 'grate_circle'. Did you mean 'great-circle'? Known: great-circle, spherical-cap"
+    assert str(caught.value) == message
+    assert isinstance(caught.value, LookupError)
+    assert isinstance(caught.value, HypersphereError)
+    with pytest.raises(UnknownNameError, match=r"^unknown shape 'xyz'\. Known: great-circle, spherical-cap$"):
+        shapes["xyz"]
+    with pytest.raises(UnknownNameError, match="Known: none yet$"):
+        Registry("thing")["x"]
+
+
+def test_an_alias_can_be_the_nearest_name(shapes):
+    with pytest.raises(UnknownNameError, match="Did you mean 'polar-cap'"):
+        shapes["poler-cap"]
+
+
+@pytest.mark.parametrize(
+    ("name", "aliases", "taken"),
+    [("spherical-cap", (), "spherical-cap"), ("CAP", (), "cap"), ("new", ("Great_Circle",), "great-circle")],
+)
+def test_names_are_not_given_twice(shapes, name, aliases, taken):
+    with pytest.raises(ArgumentError, match=f"^name '{taken}' is already a registered shape$"):
+        shapes.register(name, aliases=aliases)(Shape)
+    assert len(shapes) == 2
+    assert "new" not in shapes
+
+
+def test_options_come_from_signature_and_docstring(shapes):
+    entry = shapes["cap"]
+    assert isinstance(entry, Entry)
+    assert entry.help == "A shape on the sphere."
+    radius, name, mute = entry.options
+    assert radius == Option("radius", float, inspect.Parameter.empty, "How far the edge is from the centre: an arc.")
+    assert name == Option("name", str | None, None, "What to call it.")
+    assert (mute.name, mute.default, mute.help) == ("mute", 3, "")
+    assert radius.required
+    assert not name.required
+    assert [str(option) for option in entry.options] == ["radius", "name=None", "mute=3"]
+    assert shapes["great-circle"].options == ()
+    assert shapes["great-circle"].help == ""
+
+
+def test_unknown_options(shapes):
+    with pytest.raises(ArgumentError) as caught:
+        shapes.create("cap", "me", radios=1.0)
+    message = "radios is not an option of 'spherical-cap'. Did you mean 'radius'? (allowed: radius, name, mute)"
+    assert str(caught.value) == message
+    assert caught.value.argument == "radios"
+    with pytest.raises(ArgumentError, match=r"^r is not an option of 'great-circle'\. \(it has no options\)$"):
+        shapes.create("great_circle", r=1)
+
+
+def test_positional_arguments_may_be_named(shapes):
+    assert shapes.create("cap", owner="me", radius=1.0).owner == "me"
+
+
+# What the package registers.
+
+
+@pytest.mark.parametrize("registry", FAMILIES, ids=lambda r: r.family)
+def test_every_entry_has_help_and_readable_options(registry):
+    for name in registry:
+        entry = registry[name]
+        assert entry.help, name
+        for option in entry.options:
+            assert option.name not in registry.positional
+            assert option.help or entry.factory.__module__.startswith("torch"), (name, option.name)
+
+
+def test_the_losses():
+    assert {"softmax", "a-softmax", "arcface"} <= set(hs.losses.losses)
+    options = {o.name: o for o in hs.losses.losses["sphereface"].options}
+    assert list(options) == ["m", "annealer"]
+    assert (options["m"].annotation, options["m"].default, options["m"].help) == (float, 4.0, "Margin, at least 1.")
+    with pytest.raises(ArgumentError, match=r"margin is not an option of 'arcface'.*\(allowed: s, m\)"):
+        hs.losses.create("ArcFace", 4, 3, margin=0.5)
+    head = hs.losses.create("arc_softmax", 4, 3, s=8.0)
+    assert isinstance(head, hs.losses.ArcFace)
+    assert (head.dim, head.classes, head.s) == (4, 3, 8.0)
+
+
+def test_the_layers():
+    assert isinstance(hs.nn.create("Conv2d", 3, 8, 3, padding=1), nn.Conv2d)
+    assert hs.nn.create("linear", 3, 2, bias=False)(torch.ones(1, 3)).shape == (1, 2)
+    assert hs.nn.factory("batchnorm2d") is nn.BatchNorm2d
+    assert hs.nn.factory(nn.Tanh) is nn.Tanh
+    for name, kind in (("identity", nn.Identity), ("relu", nn.ReLU), ("prelu", nn.PReLU)):
+        assert isinstance(hs.nn.create(name), kind)
+    with pytest.raises(UnknownNameError, match="unknown layer 'conv3'. Did you mean 'conv2d'"):
+        hs.nn.factory("conv3")
