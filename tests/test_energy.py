@@ -342,6 +342,14 @@ def test_gradients_reach_every_layer_and_no_bias():
         assert layer.bias.grad is None
 
 
+def test_a_single_neuron_has_no_energy_and_still_trains():
+    layer = nn.Linear(3, 1)
+    value = MHE()(layer)
+    value.backward()
+    assert value.item() == 0
+    assert (layer.weight.grad == 0).all()
+
+
 def test_a_layer_by_itself_and_a_shared_layer_count_once():
     layer = nn.Linear(3, 4)
     alone = MHE()(layer).item()
@@ -373,5 +381,5 @@ def test_bad_targets_are_named():
     for shape in ((3,), (2, 3, 4)):
         with pytest.raises(ArgumentError, match=r"^vectors must have shape \(n, d\), got"):
             hyperspherical_energy(torch.zeros(shape))
-    with pytest.raises(ArgumentError, match="^target must contain linear or convolution layers, got ReLU"):
+    with pytest.raises(ArgumentError, match=r"^target must contain linear or convolution layers, got ReLU"):
         MHE()(nn.ReLU())

@@ -95,7 +95,7 @@ def test_check_range_accepts_its_ends():
 
 def test_check_choice():
     check_choice("mode", "a", ("a", "b"))
-    with pytest.raises(ArgumentError, match="^mode must be one of 'a', 'b', got 'c'$"):
+    with pytest.raises(ArgumentError, match=r"^mode must be one of 'a', 'b', got 'c'$"):
         check_choice("mode", "c", ("a", "b"))
 
 
@@ -155,7 +155,7 @@ def test_unknown_name_says_what_is_known(shapes):
     assert isinstance(caught.value, HypersphereError)
     with pytest.raises(UnknownNameError, match=r"^unknown shape 'xyz'\. Known: great-circle, spherical-cap$"):
         shapes["xyz"]
-    with pytest.raises(UnknownNameError, match="Known: none yet$"):
+    with pytest.raises(UnknownNameError, match=r"Known: none yet$"):
         Registry("thing")["x"]
 
 
@@ -236,5 +236,5 @@ def test_the_layers():
     assert hs.nn.factory(nn.Tanh) is nn.Tanh
     for name, kind in (("identity", nn.Identity), ("relu", nn.ReLU), ("prelu", nn.PReLU)):
         assert isinstance(hs.nn.create(name), kind)
-    with pytest.raises(UnknownNameError, match="unknown layer 'conv3'. Did you mean 'conv2d'"):
+    with pytest.raises(UnknownNameError, match=r"unknown layer 'conv3'\. Did you mean 'conv2d'"):
         hs.nn.factory("conv3")

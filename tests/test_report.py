@@ -303,6 +303,22 @@ def test_curves_show_terms_apart_with_all_runs(runs):
     assert all(c == colors[0] for c in colors) and len(set(colors[0])) == 3
 
 
+@pytest.mark.parametrize(
+    ("row", "titles"),
+    [
+        ({"total": 1.0, "loss": 1.0}, {"Total loss"}),
+        ({"loss": 1.0}, {"Loss term: loss"}),
+        ({"total": 1.0, "loss": 0.9, "mhe": 0.1}, {"Total loss", "Loss term: loss", "Loss term: mhe"}),
+    ],
+)
+def test_single_term_is_not_drawn_beside_the_same_total(tmp_path, row, titles):
+    run = make_run(tmp_path, "softmax", evaluated=False)
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 20, "split": "train"} | row) + "\n")
+    page = Page(report.build([run]))
+    assert set(re.findall(r"Total loss|Loss term: \w+", page.text)) == titles
+    assert all(figure["data"][0]["mode"] == "markers" for figure in page.of_kind("curve"))  # one point has no line
+
+
 def test_run_that_is_not_evaluated_gets_its_curves(tmp_path):
     page = Page(report.build([make_run(tmp_path, "softmax", evaluated=False)]))
     assert page.of_kind("curve") and not page.of_kind("sphere") and not page.of_kind("histogram")

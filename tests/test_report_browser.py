@@ -83,7 +83,12 @@ def visibility(browser, name, index=0):
     return of_plot(browser, found, index)
 
 
-def pixels(element):
+def scroll_to(browser, element):
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+
+
+def pixels(browser, element):
+    scroll_to(browser, element)  # what is outside the window is not in the picture
     return np.asarray(Image.open(io.BytesIO(element.screenshot_as_png)).convert("RGB")).astype(int)
 
 
@@ -91,7 +96,8 @@ def test_spheres_are_drawn_in_the_colours_of_the_classes(page):
     for plot in page.find_elements(By.CSS_SELECTOR, ".plot.sphere"):
         assert plot.find_elements(By.TAG_NAME, "canvas")
         legend_top = plot.find_element(By.CSS_SELECTOR, ".legend").location["y"] - plot.location["y"]
-        image = pixels(plot)[: int(legend_top)]
+        image = pixels(page, plot)[: int(legend_top)]
+        assert len(image) > 300
         drawn = np.abs(image - image[2, 2]).max(axis=-1) > 8
         assert drawn.mean() > 0.25  # the ball fills its box
         for color in PALETTE[:7]:
@@ -104,7 +110,7 @@ def test_spheres_are_drawn_in_the_colours_of_the_classes(page):
 
 def test_legend_hides_and_shows_a_class_in_every_sphere(page):
     entry = page.find_elements(By.CSS_SELECTOR, ".plot.sphere .legendtoggle")[2]
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", entry)
+    scroll_to(page, entry)
     for state in ("legendonly", True):
         ActionChains(page).move_to_element(entry).click().perform()
         # Dots and weight vector go together.
@@ -116,7 +122,7 @@ def test_legend_hides_and_shows_a_class_in_every_sphere(page):
 def test_turning_one_sphere_turns_the_others(page):
     sphere = page.find_element(By.CSS_SELECTOR, ".plot.sphere")
     before = of_plot(page, "plot.layout.scene.camera.eye")
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", sphere)
+    scroll_to(page, sphere)
     ActionChains(page).move_to_element(sphere).click_and_hold().move_by_offset(80, 20).pause(0.3).release().perform()
     wait(page, lambda: of_plot(page, "plot.layout.scene.camera.eye") != before)
     turned = of_plot(page, "plot.layout.scene.camera.eye")

@@ -104,7 +104,8 @@ def evaluate_run(run: Run, device: Device = "auto", data_root: DataRoot = None) 
     folder = RunFolder.open(run)
     trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root)
     trainer.step_number = trainer.load()
-    trainer.write_evaluation(evaluate.measure(trainer.outputs(), trainer.recipe.evaluate.metrics))
+    outputs = trainer.outputs()
+    trainer.write_evaluation(outputs, evaluate.measure(outputs, trainer.recipe.evaluate.metrics))
     _show_metrics([folder])
 
 

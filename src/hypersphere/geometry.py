@@ -32,11 +32,9 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-class full_precision(torch.autocast):  # noqa: N801 (used like torch.no_grad)
+def full_precision(x: Tensor) -> torch.autocast:
     """Context in which autocast is off for the device of ``x``: products inside keep their operands' type."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
+    return torch.autocast(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Regulariser(Part):
     """A term added to the loss: ``weight`` times an energy of the model's or the head's weights."""
 
     weight: float = Field(1.0, ge=0)
-    on: Literal["model", "head"] = "model"
+    target: Literal["model", "head"] = "model"
 
 
 class Augment(_Section):
@@ -115,8 +115,8 @@ class Train(_Section):
     capture: bool | None = Field(None, description="the whole step as one CUDA graph; by default wherever possible")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     ema: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
-    log_every: int = Field(20, ge=1)
-    checkpoint_every: int = Field(200, ge=1)
+    log_every: int = Field(100, ge=1)
+    checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     tensorboard: bool = True
 

@@ -39,7 +39,7 @@ def hyperspherical_energy(
         reduction: ``"mean"`` over the ordered pairs or ``"sum"``.
 
     Returns:
-        Scalar, in float32 or wider; 0 for fewer than two vectors.
+        Scalar, in float32 or wider; 0 where there is no pair.
 
     Example:
         >>> hyperspherical_energy(torch.tensor([[1.0, 0.0], [-5.0, 0.0]]), s=1)
@@ -53,8 +53,6 @@ def hyperspherical_energy(
     if half_space:
         units = torch.cat([units, -units])
     n = len(units)
-    if n < 2:
-        return units.new_zeros(())
     with full_precision(units):
         squared = 2 - 2 * units @ units.mT
     same = torch.eye(n, dtype=torch.bool, device=units.device)
@@ -62,7 +60,7 @@ def hyperspherical_energy(
     squared = squared.clamp(min=8 * torch.finfo(units.dtype).eps).masked_fill(same, 1.0)
     pairs = -0.5 * squared.log() if s == 0 else squared.pow(-s / 2)
     total = pairs.masked_fill(same, 0.0).sum()
-    return total / (n * (n - 1)) if reduction == "mean" else total
+    return total / max(n * (n - 1), 1) if reduction == "mean" else total
 
 
 @energies.register("mhe")

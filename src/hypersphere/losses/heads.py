@@ -218,12 +218,16 @@ class ArcFace(MarginSoftmax):
         classes: Number of classes C.
         s: Scale.
         m: Margin in radians, in [0, pi].
+        annealer: Schedule that blends the margin in; none by default. With few feature dimensions the margin can push
+            an untrained network's features away from every class at once, and this prevents it.
 
     Example:
         >>> ArcFace(3, 10, s=16.0)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
 
-    def __init__(self, dim: int, classes: int, *, s: float = 64.0, m: float = 0.5) -> None:
+    def __init__(
+        self, dim: int, classes: int, *, s: float = 64.0, m: float = 0.5, annealer: LambdaAnnealer | None = None
+    ) -> None:
         check_range("m", m, 0, torch.pi)
-        super().__init__(dim, classes, s=s, margin=functools.partial(additive_angle, m=m))
+        super().__init__(dim, classes, s=s, margin=functools.partial(additive_angle, m=m), annealer=annealer)

@@ -124,8 +124,9 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     test = [[row for row in run.metrics if row.get("split") == "test"] for run in runs]
     train_keys, test_keys = _keys(train), _keys(test)
     terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith("grad_norm/")]
-    # A single term is the total.
-    losses = [key for key in ("total",) if key in train_keys] + (terms if len(terms) > 1 else [])
+    losses = ["total"] if "total" in train_keys else []
+    if len(terms) > 1 or not losses:  # a single term is the total
+        losses += terms
     others = [key for key in train_keys if key in ("lr", "lambda") or key.startswith("grad_norm/")]
     tests = [key for key in test_keys if key not in ("step", "split")]
     return (

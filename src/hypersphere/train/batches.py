@@ -208,25 +208,27 @@ class Preprocess(nn.Module):
         """
         crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
         if not (crop or flip or vertical):
+            return self.change(images, None)
+        draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]
+        return self.change(images, draws)
+
+    def change(self, images: Tensor, draws: Tensor | None) -> Tensor:
+        """Normalise, and crop and flip as ``draws`` ``(4, b)`` in [0, 1) say: a pure function, fused when compiled."""
+        if draws is None:
             return self(images)
-        device, (height, width) = images.device, images.shape[2:]
-        rows = torch.arange(height, device=device).expand(len(images), -1)
-        columns = torch.arange(width, device=device).expand(len(images), -1)
-
-        def draw(high: int) -> Tensor:
-            return torch.randint(high, (batch_size,), generator=generator, device=device)[share].unsqueeze(1)
-
-        if flip:
-            columns = torch.where(draw(2) == 1, width - 1 - columns, columns)
-        if vertical:
-            rows = torch.where(draw(2) == 1, height - 1 - rows, rows)
-        if crop:
-            rows, columns = rows + draw(2 * crop + 1) - crop, columns + draw(2 * crop + 1) - crop
-        sample = torch.arange(len(images), device=device).view(-1, 1, 1)
+        crop, (height, width) = self.augment.crop, images.shape[2:]
+        rows = torch.arange(height, device=images.device).expand(len(images), -1)
+        columns = torch.arange(width, device=images.device).expand(len(images), -1)
+        mirror, upend, down, right = draws.unsqueeze(2)
+        if self.augment.flip:
+            columns = torch.where(mirror < 0.5, width - 1 - columns, columns)
+        if self.augment.vertical_flip:
+            rows = torch.where(upend < 0.5, height - 1 - rows, rows)
+        rows = rows + (down * (2 * crop + 1)).long() - crop
+        columns = columns + (right * (2 * crop + 1)).long() - crop
+        sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
         row, column = rows.clamp(0, height - 1).unsqueeze(2), columns.clamp(0, width - 1).unsqueeze(1)
         # Advanced indices around a slice put the channels last: (b, H, W, C).
         normalised = self(images)[sample, :, row, column].permute(0, 3, 1, 2)
-        if not crop:
-            return normalised
         inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
         return normalised * inside.unsqueeze(1)

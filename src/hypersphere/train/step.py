@@ -154,7 +154,8 @@ class CapturedStep:
     def __init__(self, step: Step, state: Mapping[str, Tensor]) -> None:
         self.step = step
         self.inputs = tuple(value.clone() for value in step.batches.inputs(0))
-        before = {name: tensor.clone() for name, tensor in state.items()}
+        # Detached: a recorded clone would keep gradient nodes of this stream alive, which a capture may not touch.
+        before = {name: tensor.detach().clone() for name, tensor in state.items()}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

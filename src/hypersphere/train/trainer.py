@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ class Trainer:
         regularisers = {}
         for index, part in enumerate(recipe.regularisers):
             title = part.name if part.name not in regularisers else f"{part.name}-{index}"
-            regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.on)
+            regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.target)
         objective = Objective(self.model, self.head, regularisers).to(self.device)
         forward: Any = objective
         if self.world.size > 1:
@@ -142,6 +143,7 @@ class Trainer:
             forward = DistributedDataParallel(objective, broadcast_buffers=False)
         if train.compile:
             forward = torch.compile(forward)
+            self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
         order = BatchOrder(len(self.data.train), recipe.data.batch_size, recipe.seed)
         groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
         return Step(
@@ -188,6 +190,7 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name."""
         found = self.weights()
+        found |= {f"regularisers.{name}": value for name, value in self._step.objective.energies.state_dict().items()}
         names: dict[Tensor, str] = {tensor: name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
         for parameter, values in self._step.optimiser.state.items():
             for key, value in values.items():
@@ -223,24 +226,14 @@ class Trainer:
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the recipe, from the last checkpoint on; returns the final test metrics."""
-        self._step = self._make_step()
-        self._resume()
-        steps = self.recipe.train.steps
-        runner: Step | CapturedStep = self._step
-        if self._capture() and self.step_number < steps:
-            self._train_mode()
-            runner = CapturedStep(self._step, self.state())
-        self._history = torch.zeros(self.recipe.train.log_every, len(self._step.columns), device=self.device)
-        self._recorded = 0
+        self.prepare()
         self._notify("on_start", self.step_number)
         status = "interrupted"
         try:
             with self._signals():
-                while self.step_number < steps:
-                    self._take(runner)
-            metrics = self._finish()
+                while self.step_number < self.recipe.train.steps:
+                    self.take_step()
             status = "finished"
-            return metrics
         except DivergedError:
             status = "diverged"
             raise
@@ -249,30 +242,47 @@ class Trainer:
             if self.world.main:
                 self.run.finish(status, self.step_number)
                 self.run.write_csv()
+        metrics: dict[str, float] = self.run.evaluation()["metrics"]
+        return metrics
 
-    def _take(self, runner: Step | CapturedStep) -> None:
-        train, evaluate = self.recipe.train, self.recipe.evaluate
+    def prepare(self) -> None:
+        """Build the step, load the last checkpoint and capture the step where that is possible."""
+        self._step = self._make_step()
+        self._resume()
         self._train_mode()
+        self._runner: Step | CapturedStep = self._step
+        if self._capture() and self.step_number < self.recipe.train.steps:
+            self._runner = CapturedStep(self._step, self.state())
+        self._history = torch.zeros(self.recipe.train.log_every, len(self._step.columns), device=self.device)
+        self._recorded = 0
+
+    def take_step(self) -> None:
+        """Take the next step, and log, evaluate and save where they are due."""
+        train, evaluate = self.recipe.train, self.recipe.evaluate
         factor = learning_rate(self.recipe.schedule, train.steps, self.step_number)
         for group in self._step.optimiser.param_groups:
             group["lr"].fill_(group["base_lr"] * factor)
-        runner.run(self.step_number)
+        self._runner.run(self.step_number)
         self._history[self._recorded].copy_(self._step.record, non_blocking=True)
         self._recorded += 1
         self.step_number += 1
         self._notify("on_step", self.step_number)
         last = self.step_number == train.steps
-        evaluating = not last and evaluate.every > 0 and self.step_number % evaluate.every == 0
-        saving = last or self.step_number % train.checkpoint_every == 0
-        if self._recorded == len(self._history) or evaluating or saving or self._stop_signal is not None:
+        stopping = self._stop_signal is not None
+        logging = last or self.step_number % train.log_every == 0
+        evaluating = last or (evaluate.every > 0 and self.step_number % evaluate.every == 0)
+        saving = last or stopping or self.step_number % train.checkpoint_every == 0
+        if logging or evaluating or saving:
             self._collect()
-        if self.step_number % train.log_every == 0 or last:
+        if logging:
             self._log()
         if evaluating:
-            self._evaluate()
-        if saving or self._stop_signal is not None:
+            self._evaluate(final=last)
+        # After everything else: what precedes a checkpoint is never done twice.
+        if saving:
             self._save()
-        if self._stop_signal is not None and not last:
+        if stopping and not last:
+            assert self._stop_signal is not None
             raise Interrupted(
                 f"stopped after step {self.step_number}; go on with `hypersphere resume {self.run.path}`",
                 self._stop_signal,
@@ -322,14 +332,16 @@ class Trainer:
         self._pending = []
         self._write("on_log", row)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, *, final: bool) -> None:
         """Write a row of test metrics; the other processes wait for the main one."""
-        metrics: dict[str, float] = {}
         if self.world.main:
-            metrics = measure(self.outputs(), self.recipe.evaluate.metrics)
+            outputs = self.outputs()
+            metrics = measure(outputs, self.recipe.evaluate.metrics)
             self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
+            if final:
+                self.write_evaluation(outputs, metrics)
         self.world.barrier()
-        return metrics
+        self._train_mode()
 
     def _save(self) -> None:
         if self.world.main:
@@ -338,14 +350,6 @@ class Trainer:
             self.run.write_facts(step=self.step_number)
             self._notify("on_checkpoint", folder)
         self.world.barrier()
-
-    def _finish(self) -> dict[str, float]:
-        if any(row["step"] == self.step_number and row["split"] == "test" for row in self.run.rows()):
-            self.run.rewind(self.step_number - 1)  # a run that had ended already is measured again
-        metrics = self._evaluate()
-        if self.world.main:
-            self.write_evaluation(metrics)
-        return metrics
 
     def _write(self, hook: str, row: dict[str, Any]) -> None:
         if self.world.main:
@@ -365,10 +369,10 @@ class Trainer:
                 raise KeyboardInterrupt  # asked twice: stop at once
             self._stop_signal = number
 
-        try:
-            before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: signals are somebody else's business
-            before = {}
+        # Several processes would stop at different steps; other threads cannot receive signals.
+        alone = self.world.size == 1 and threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if alone else ()
+        before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield
         finally:
@@ -415,11 +419,10 @@ class Trainer:
         finally:
             torch._foreach_copy_(parameters, trained)
 
-    def write_evaluation(self, metrics: dict[str, float]) -> None:
+    def write_evaluation(self, outputs: Outputs, metrics: dict[str, float]) -> None:
         """Keep the metrics, and the features that the report draws."""
         with atomic_write(self.run.path / "evaluation.json") as file:
             json.dump({"step": self.step_number, "metrics": metrics}, file, indent=2)
-        outputs = self.outputs()
         tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
         if outputs.unseen_features is not None and outputs.unseen_labels is not None:
             tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
