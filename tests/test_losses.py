@@ -119,6 +119,7 @@ HEADS = {
     "a_softmax_real_m": functools.partial(ASoftmax, m=1.5),
     "a_softmax_annealed": lambda dim, classes: ASoftmax(dim, classes, annealer=LambdaAnnealer()),
     "arcface": ArcFace,
+    "arcface_annealed": lambda dim, classes: ArcFace(dim, classes, annealer=LambdaAnnealer()),
     "arcface_no_margin": functools.partial(ArcFace, m=0.0, s=8.0),
     "l_softmax": lambda dim, classes: multiplicative_head(3, dim, classes, unit_weights=False),
 }
@@ -298,6 +299,7 @@ def test_heads_against_plain_losses():
         (ASoftmax(6, 5, m=2.5), functools.partial(plain_psi, m=2.5), None, 0.0),
         (ASoftmax(6, 5, m=4, annealer=constant(2.0)), functools.partial(plain_psi, m=4), None, 2.0),
         (ArcFace(6, 5, s=10.0, m=1.0), lambda t: math.cos(min(t + 1.0, math.pi)), 10.0, 0.0),
+        (ArcFace(6, 5, s=10.0, m=0.5, annealer=constant(3.0)), lambda t: math.cos(min(t + 0.5, math.pi)), 10.0, 3.0),
     ]
     for head, target, scale, weight in cases:
         expected = plain_losses(x, w, y, target, scale, weight).mean()

@@ -222,7 +222,7 @@ def test_the_losses():
     options = {o.name: o for o in hs.losses.losses["sphereface"].options}
     assert list(options) == ["m", "annealer"]
     assert (options["m"].annotation, options["m"].default, options["m"].help) == (float, 4.0, "Margin, at least 1.")
-    with pytest.raises(ArgumentError, match=r"margin is not an option of 'arcface'.*\(allowed: s, m\)"):
+    with pytest.raises(ArgumentError, match=r"margin is not an option of 'arcface'.*\(allowed: s, m, annealer\)"):
         hs.losses.create("ArcFace", 4, 3, margin=0.5)
     head = hs.losses.create("arc_softmax", 4, 3, s=8.0)
     assert isinstance(head, hs.losses.ArcFace)

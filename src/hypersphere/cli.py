@@ -74,7 +74,7 @@ def demo(
 def train(
     source: Annotated[str, typer.Argument(metavar="[RECIPE]", help="name or YAML file")] = "digits-arcface",
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option(help="folder of the run (default: runs/NAME-HASH)")] = None,
+    folder: Annotated[Path | None, typer.Option(help="folder of the run (default: runs/NAME-HASH)")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
 ) -> None:
@@ -82,10 +82,10 @@ def train(
     if "=" in source and not Path(source).exists():
         source, overrides = "digits-arcface", [source, *(overrides or [])]
     plan = recipe.load(source, overrides or [])
-    folder = _train(plan, run or Path("runs") / f"{plan.name}-{plan.hash}", device, data_root)
+    run = _train(plan, folder or Path("runs") / f"{plan.name}-{plan.hash}", device, data_root)
     if _is_main():
-        _show_metrics([folder])
-        _write_report([folder], folder.report_file)
+        _show_metrics([run])
+        _write_report([run], run.report_file)
 
 
 @app.command()

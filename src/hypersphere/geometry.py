@@ -138,10 +138,15 @@ def _saturate(cosines: Tensor) -> Tensor:
 class _Arccos(torch.autograd.Function):
     """arccos with its exact value and a slope bounded by ``1 / sqrt(eps)`` of the type."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, cosines: Tensor) -> Tensor:
-        ctx.save_for_backward(cosines)
+    def forward(cosines: Tensor) -> Tensor:
         return cosines.clamp(-1, 1).arccos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -243,7 +248,7 @@ def patch_norm(
 ) -> Tensor:
     r"""Norm of every patch that a convolution with these settings would see, zero padding included.
 
-    One sum of squares over the channels, then a box filter over one channel: no patch is ever copied out.
+    One sum of squares over the channels, then sums over windows of one channel: no patch is ever copied out.
 
     Args:
         x: ``(N, C, *spatial)`` with one, two or three spatial axes.
@@ -265,15 +270,26 @@ def patch_norm(
         raise ArgumentError("x", f"must have shape (N, C, *spatial) with 1 to 3 spatial axes, got {tuple(x.shape)}")
     if groups < 1 or x.shape[1] % groups:
         raise ArgumentError("groups", f"must divide the {x.shape[1]} channels of x, got {groups}")
-    kernel = (kernel_size,) * spatial if isinstance(kernel_size, int) else tuple(kernel_size)
-    if len(kernel) != spatial:
-        raise ArgumentError("kernel_size", f"must have {spatial} entries for x of shape {tuple(x.shape)}, got {kernel}")
-    with full_precision(x):
-        squares = at_least_float32(x).square().unflatten(1, (groups, -1)).sum(2).flatten(0, 1).unsqueeze(1)
-        box = squares.new_ones(1, 1, *kernel)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-        sums = convolve(squares, box, None, stride, padding, dilation)
-    return safe_sqrt(sums).squeeze(1).unflatten(0, (x.shape[0], groups))
+
+    def per_axis(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
+        values = (value,) * spatial if isinstance(value, int) else tuple(value)
+        if len(values) != spatial:
+            raise ArgumentError(argument, f"must have {spatial} entries for x of shape {tuple(x.shape)}, got {values}")
+        return values
+
+    windows = zip(
+        per_axis("kernel_size", kernel_size),
+        per_axis("stride", stride),
+        per_axis("padding", padding),
+        per_axis("dilation", dilation),
+        strict=True,
+    )
+    sums = at_least_float32(x).square().unflatten(1, (groups, -1)).sum(2)
+    # A box is separable, and sums of windows are exact where a convolution might run in TF32.
+    for axis, (size, step, pad, spacing) in enumerate(windows, start=2):
+        sums = F.pad(sums.movedim(axis, -1), (pad, pad))
+        sums = sums.unfold(-1, (size - 1) * spacing + 1, step)[..., ::spacing].sum(-1).movedim(-1, axis)
+    return safe_sqrt(sums)
 
 
 def uniform_directions(

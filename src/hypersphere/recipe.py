@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import json
+import os
 import re
 import types
 import typing
@@ -154,7 +155,7 @@ class Recipe(_Section):
 
     def to_yaml(self) -> str:
         """The recipe with all defaults filled in; loads back to an equal recipe."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
     def build(self, registry: Registry[Any], location: Location, *args: Any) -> Any:
         """Create the part at ``location`` from ``registry``, blaming a bad option on its place in the recipe."""
@@ -163,14 +164,17 @@ class Recipe(_Section):
             part = part[key] if isinstance(key, int) else getattr(part, key)
         entry = registry[part.name]
         modules = {option.name: _module_type(option.annotation) for option in entry.options}
-        options = {
-            key: module(**value) if isinstance(value, Mapping) and (module := modules.get(key)) else value
-            for key, value in part.options.items()
-        }
+        options = part.options
+        place = location
         try:
+            for key, value in options.items():
+                if isinstance(value, Mapping) and (module := modules.get(key)):
+                    place = (*location, key)
+                    options[key] = module(**value)
+            place = location
             return entry.factory(*args, **options)
         except ArgumentError as error:
-            raise RecipeError(_describe(self._places, (*location, error.argument), str(error))) from error
+            raise RecipeError(_describe(self._places, (*place, error.argument), str(error))) from error
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -213,7 +217,7 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
     try:
         recipe = Recipe.model_validate(content)
     except pydantic.ValidationError as error:
-        raise RecipeError("\n".join(_explain(error, Recipe, places))) from None
+        raise RecipeError("\n".join(_explain(error, Recipe, content, places))) from None
     mistakes: list[str] = []
     updates: dict[str, Any] = {}
     for key, registry in (("data", datasets), ("model", models), ("loss", losses)):
@@ -264,16 +268,21 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 1e-3 as a number, as people mean it."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that the loader would read as numbers."""
 
 
-def _read(source: str | Path, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[Location, str]]:
-    """Content and places of a recipe file merged over its base."""
-    title, text = _find(source)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)$"),
+        list("-+0123456789."),
+    )
+
+
+def _read(source: str | Path, seen: tuple[str, ...], where: str = "") -> tuple[dict[str, Any], dict[Location, str]]:
+    """Content and places of a recipe file merged over its base; ``where`` is the place that names the file."""
+    title, text = _find(source, where)
     if title in seen:
         raise RecipeError(f"{title}: recipes inherit in a circle: {' -> '.join((*seen, title))}")
     try:
@@ -289,23 +298,27 @@ def _read(source: str | Path, seen: tuple[str, ...]) -> tuple[dict[str, Any], di
     base = content.pop("base", None)
     if base is None:
         return content, places
-    relative = Path(source).parent / str(base)
-    parent, parent_places = _read(relative if relative.is_file() else str(base), (*seen, title))
+    relative = Path(os.path.normpath(Path(source).parent / str(base)))
+    where = f"{places['base',]}: base: "
+    parent, parent_places = _read(relative if relative.is_file() else str(base), (*seen, title), where)
     return _merge(parent, content), parent_places | places
 
 
-def _find(source: str | Path) -> tuple[str, str]:
+def _find(source: str | Path, where: str) -> tuple[str, str]:
     """Title and text of a recipe."""
     path = Path(source)
     if path.is_file():
-        return str(path), path.read_text(encoding="utf-8")
+        try:
+            return str(path), path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{where}{path} cannot be read as text: {error}") from error
     resource = importlib.resources.files("hypersphere.recipes") / f"{source}.yaml"
     if path.name == str(source) and resource.is_file():
         return f"recipe {source}", resource.read_text(encoding="utf-8")
     folder = importlib.resources.files("hypersphere.recipes")
     names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
     hint = did_you_mean(str(source), names)
-    raise RecipeError(f"no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(names)}")
+    raise RecipeError(f"{where}no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(names)}")
 
 
 def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Location, str]]:
@@ -314,16 +327,22 @@ def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Lo
         seen: dict[Hashable, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            place = (*location, _key(key.value))
             if key.value in seen:
-                path = ".".join(map(str, (*location, key.value)))
+                path = ".".join(map(str, place))
                 raise RecipeError(f"{title}, line {line}: {path} is given twice, first on line {seen[key.value]}")
             seen[key.value] = line
-            yield (*location, key.value), f"{title}, line {line}"
-            yield from _lines(value, (*location, key.value), title)
+            yield place, f"{title}, line {line}"
+            yield from _lines(value, place, title)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*location, index), f"{title}, line {value.start_mark.line + 1}"
             yield from _lines(value, (*location, index), title)
+
+
+def _key(text: str) -> str | int:
+    """A key of a section, or an index of a list."""
+    return int(text) if text.isdecimal() else text
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -355,26 +374,32 @@ def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) 
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: {getattr(error, 'problem', error)}") from None
-    keys: list[str | int] = [int(key) if key.isdigit() else key for key in path.split(".")]
+    keys: tuple[Any, ...] = tuple(map(_key, path.split(".")))
     target: Any = content
-    for depth, key in enumerate(keys[:-1]):
-        if isinstance(target, list) and isinstance(key, int) and key < len(target):
-            target = target[key]
-        elif isinstance(target, dict):
-            target = target.setdefault(key, {})
+    for depth, key in enumerate(keys):
+        above = ".".join(map(str, keys[:depth]))
         if not isinstance(target, dict | list):
-            raise RecipeError(
-                f"override {override!r}: {'.'.join(map(str, keys[: depth + 1]))} is a value, not a section"
-            )
+            raise RecipeError(f"override {override!r}: {above} is a value, not a section")
+        if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
+            raise RecipeError(f"override {override!r}: {above} is a list of {len(target)}, got the index {key!r}")
+        if depth < len(keys) - 1:
+            target = target[key] if isinstance(target, list) else target.setdefault(key, {})
     last = keys[-1]
-    if isinstance(target, list) and not (isinstance(last, int) and last < len(target)):
-        raise RecipeError(f"override {override!r}: the list has {len(target)} entries, got {last!r}")
     if last == "name" and len(keys) > 1 and isinstance(target, dict):
-        kept = _renamed(target, value)
+        # What another override gave stays, whichever of the two comes first.
+        given = {place[len(keys) - 1] for place, text in places.items() if _under(place, keys[:-1], text)}
+        kept = _renamed(target, value) | {key: old for key, old in target.items() if key in given}
         target.clear()
         target.update(kept)
     target[last] = value
-    places[tuple(keys)] = f"override {override!r}"
+    for place in [place for place in places if place[: len(keys)] == keys]:
+        del places[place]
+    places[keys] = f"override {override!r}"
+
+
+def _under(place: Location, section: Location, text: str) -> bool:
+    """Whether ``place`` is a key of ``section`` that an override gave."""
+    return len(place) > len(section) and place[: len(section)] == section and text.startswith("override ")
 
 
 # ------------------------------------------------------------------------------------------------ checking
@@ -394,7 +419,7 @@ def _resolve(
         options = model.model_validate(part.options).model_dump()
     except pydantic.ValidationError as error:
         own = [name for name in type(part).model_fields if name != "name"]
-        mistakes += _explain(error, model, places, location, extra_keys=own)
+        mistakes += _explain(error, model, part.options, places, location, extra_keys=own)
         return part
     return type(part).model_validate({**part.model_dump(exclude=set(part.options)), **options})
 
@@ -428,6 +453,7 @@ def _field_type(annotation: Any) -> Any:
 def _explain(
     error: pydantic.ValidationError,
     model: type[BaseModel],
+    content: Mapping[str, Any],
     places: Mapping[Location, str],
     prefix: Location = (),
     extra_keys: Sequence[str] = (),
@@ -435,7 +461,7 @@ def _explain(
     """One readable line for each mistake that pydantic found."""
     lines = []
     for item in error.errors():
-        location = _longest_known(item["loc"], prefix, places)
+        location = item["loc"] if item["type"] in ("missing", "invalid_key") else _existing(item["loc"], content)
         if item["type"] == "extra_forbidden":
             allowed = [*_fields(model, item["loc"][:-1]), *extra_keys]
             word = str(item["loc"][-1])
@@ -450,11 +476,13 @@ def _explain(
     return list(dict.fromkeys(lines))
 
 
-def _longest_known(loc: tuple[str | int, ...], prefix: Location, places: Mapping[Location, str]) -> Location:
+def _existing(loc: Location, content: Any) -> Location:
     """``loc`` without the union members that pydantic appends (they are no keys of the recipe)."""
-    for end in range(len(loc), 0, -1):
-        if (*prefix, *loc[:end]) in places:
-            return loc[:end]
+    for depth, key in enumerate(loc):
+        try:
+            content = content[key]
+        except (LookupError, TypeError):
+            return loc[:depth]
     return loc
 
 
@@ -476,10 +504,11 @@ def _fields(model: type[BaseModel], loc: Iterable[str | int]) -> list[str]:
 
 
 def _describe(places: Mapping[Location, str], location: Location, text: str) -> str:
-    """``file, line n: key.key text``, with the line of the nearest section where the key itself has none."""
-    sections = (location[:end] for end in range(len(location), 0, -1))
-    known = [places[section] for section in sections if section in places]
-    known += [place for key, place in places.items() if key[: len(location)] == location]
+    """``file, line n: key.key text``, with the line of the nearest place where the key itself has none."""
+    known: list[str] = []
+    for end in range(len(location), 0, -1):
+        known += [places[location[:end]]] if location[:end] in places else []
+        known += [place for key, place in places.items() if key[:end] == location[:end]]
     where = f"{known[0]}: " if known else ""
     path = ".".join(map(str, location))
     # Messages of ArgumentError start with the bare name of the argument.

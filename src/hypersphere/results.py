@@ -20,8 +20,9 @@ from pathlib import Path
 
 from hypersphere.errors import HypersphereError
 
-# Two-sided 95 % points of Student's t by degrees of freedom; beyond the table the normal one is close enough.
+# Two-sided 95 % points of Student's t by degrees of freedom, and of the normal distribution.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_NORMAL = 1.959964
 
 PAGES = {
     "result": ("results.md", "Results", "What the recipes give, as measured."),
@@ -66,22 +67,32 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
     if len(values) < 2:
         return mean, None
     degrees = len(values) - 1
-    point = _STUDENT_T[degrees - 1] if degrees <= len(_STUDENT_T) else 1.96
-    return mean, point * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, _student_t(degrees) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _student_t(degrees: int) -> float:
+    """Two-sided 95 % point: the table, beyond it the expansion around the normal point (good to 1e-3)."""
+    if degrees <= len(_STUDENT_T):
+        return _STUDENT_T[degrees - 1]
+    z = _NORMAL
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def read_rows(folder: Path) -> list[ResultRow]:
     """All rows of ``folder/*.json`` in the order of file names."""
+    if not folder.is_dir():
+        raise RowError(f"there is no folder {folder} with result rows")
     rows = []
     for file in sorted(folder.glob("*.json")):
         try:
             entries = json.loads(file.read_text())
-            rows += [ResultRow(**{**entry, "seeds": tuple(entry["seeds"])}) for entry in entries]
+            found = [ResultRow(**{**entry, "seeds": tuple(entry["seeds"])}) for entry in entries]
         except (ValueError, TypeError, KeyError) as error:
             raise RowError(f"{file} is not a list of result rows: {error}") from error
-    unknown = {row.kind for row in rows} - set(PAGES)
-    if unknown:
-        raise RowError(f"unknown kind of row: {', '.join(sorted(unknown))}; known: {', '.join(PAGES)}")
+        for row in found:
+            if row.kind not in PAGES:
+                raise RowError(f"{file}: unknown kind of row {row.kind!r}; known: {', '.join(PAGES)}")
+        rows += found
     return rows
 
 
@@ -98,10 +109,10 @@ def write_pages(folder: Path, *, check: bool = False) -> list[Path]:
     for kind, (name, title, intro) in PAGES.items():
         text = _page(title, intro, [row for row in rows if row.kind == kind])
         file = folder / name
-        if not file.exists() or file.read_text() != text:
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
             changed.append(file)
             if not check:
-                file.write_text(text)
+                file.write_text(text, encoding="utf-8")
     return changed
 
 

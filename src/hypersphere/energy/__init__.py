@@ -55,11 +55,10 @@ def hyperspherical_energy(
     n = len(units)
     with full_precision(units):
         squared = 2 - 2 * units @ units.mT
-    same = torch.eye(n, dtype=torch.bool, device=units.device)
-    # A vector's distance to itself is put to 1 before the power, which would overflow at 0 for large s.
-    squared = squared.clamp(min=8 * torch.finfo(units.dtype).eps).masked_fill(same, 1.0)
+    squared = squared.clamp(min=8 * torch.finfo(units.dtype).eps)
     pairs = -0.5 * squared.log() if s == 0 else squared.pow(-s / 2)
-    total = pairs.masked_fill(same, 0.0).sum()
+    # Filled, not multiplied by 0: a vector's energy with itself is infinite for large s.
+    total = pairs.masked_fill(torch.eye(n, dtype=torch.bool, device=units.device), 0.0).sum()
     return total / max(n * (n - 1), 1) if reduction == "mean" else total
 
 

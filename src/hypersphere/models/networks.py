@@ -235,6 +235,10 @@ class CifarResNet(nn.Module):
         check_choice("shortcut", shortcut, ("pad", "projection"))
         if shortcut == "pad" and sorted(widths) != list(widths):
             raise ArgumentError("widths", f"must not decrease with shortcut='pad', got {widths}")
+        for filters in widths:
+            check_range("widths", filters, 1)
+        if dim is not None:
+            check_range("dim", dim, 1)
         _check_size(shape, 2)
         stem = _conv_block(shape[0], widths[0], conv, norm, act)
         units: list[nn.Module] = []

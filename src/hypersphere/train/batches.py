@@ -189,9 +189,10 @@ class Preprocess(nn.Module):
             return
         mean, square = mean.mean((1, 2), keepdim=True), square.mean((1, 2), keepdim=True)
         self.mean.copy_(mean)
-        # A constant channel (blank images) carries nothing; dividing by its spread would make it NaN.
+        # A constant channel (blank images) carries nothing; dividing by its spread would make it NaN, and dividing by
+        # the rounding of its spread (1e-9) would blow up any image that differs.
         std = (square - mean.square()).clamp(min=0).sqrt()
-        self.std.copy_(torch.where(std > 0, std, 1.0))
+        self.std.copy_(torch.where(std > 1e-6, std, 1.0))
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, C, H, W)`` bytes to floats."""

@@ -91,7 +91,7 @@ class RunFolder:
             if existing.hash != recipe.hash:
                 raise RunError(
                     f"{path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another folder "
-                    f"with --run, delete it, or continue it as it is with `hypersphere resume {path}`"
+                    f"with --folder, delete it, or continue it as it is with `hypersphere resume {path}`"
                 )
             return run
         run.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,448 @@
+"""The trainer: exact resume after any interruption, one process against two, divergence, averages, run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from hypersphere import recipe
+from hypersphere.errors import ArgumentError
+from hypersphere.train import Callback, DivergedError, Interrupted, RunError, RunFolder, Trainer, pick_device
+from hypersphere.train.run import load_checkpoint
+
+CPU = torch.device("cpu")
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+# Everything that has state or randomness: augmentation, annealing, schedule with warm-up, averages, a regulariser.
+EVERYTHING = [
+    "train.steps=24",
+    "train.log_every=5",
+    "train.checkpoint_every=4",
+    "train.tensorboard=false",
+    "train.ema=0.9",
+    "data.batch_size=64",
+    "data.augment.crop=1",
+    "data.augment.flip=true",
+    "model.width=8",
+    "schedule.name=cosine",
+    "schedule.warmup=5",
+    "evaluate.every=7",
+    "regularisers=[{name: mhe, weight: 0.1, target: head}, {name: mhe, weight: 0.01, s: 1}]",
+]
+
+
+def plan(*overrides: str, name: str = "digits-a-softmax") -> recipe.Recipe:
+    return recipe.load(name, [*EVERYTHING, *overrides])
+
+
+def trainer(folder: Path, chosen: recipe.Recipe, *callbacks: Callback) -> Trainer:
+    return Trainer(chosen, RunFolder.create(folder, chosen, CPU), CPU, callbacks=callbacks)
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    arguments = ["digits-a-softmax", *EVERYTHING, *overrides, "--folder", str(folder), "--device", "cpu"]
+    return [sys.executable, "-m", "hypersphere", "train", *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **extra}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All that a run measured and learned, byte for byte."""
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    chosen = [folder / "metrics.jsonl", folder / "evaluation.json", last / "state.safetensors"]
+    return {file.name: file.read_bytes() for file in chosen}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    subprocess.run(command(folder), check=True, env=environment(), capture_output=True)
+    return files(folder)
+
+
+class StopAt(Callback):
+    """Sends a signal to this process after a step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_step(self, trainer, step):
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def test_the_same_recipe_twice_gives_the_same_bytes(tmp_path, uninterrupted):
+    subprocess.run(command(tmp_path / "run"), check=True, env=environment(), capture_output=True)
+    assert files(tmp_path / "run") == uninterrupted
+
+
+def test_another_seed_gives_other_metrics(tmp_path, uninterrupted):
+    subprocess.run(command(tmp_path / "run", "seed=1"), check=True, env=environment(), capture_output=True)
+    assert files(tmp_path / "run")["metrics.jsonl"] != uninterrupted["metrics.jsonl"]
+
+
+# Runs the command line with a fault: the process kills itself, without any clean-up, at a chosen call of a function.
+FAULT = """
+import os, signal, sys
+import hypersphere.train.run as run
+import safetensors.torch, pathlib
+kind, count = sys.argv.pop(1), int(sys.argv.pop(1))
+def deadly(function, partial=None):
+    calls = 0
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            if partial:
+                partial(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return wrapper
+if kind == "step":
+    from hypersphere.train.step import Step
+    Step.run = deadly(Step.run)
+elif kind == "mid-checkpoint":   # half of the tensors' file is on disk
+    half = lambda tensors, file: pathlib.Path(file).write_bytes(safetensors.torch.save(tensors)[:1000])
+    safetensors.torch.save_file = deadly(safetensors.torch.save_file, half)
+elif kind == "before-rename":
+    pathlib.Path.rename = deadly(pathlib.Path.rename)
+elif kind == "mid-metrics":      # half a line is on disk
+    def half(folder, row):
+        with folder.metrics_file.open("a") as file:
+            file.write('{"step": 9, "spl')
+    run.RunFolder.append = deadly(run.RunFolder.append, half)
+elif kind == "mid-facts":
+    pathlib.Path.replace = deadly(pathlib.Path.replace)
+from hypersphere.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("step", [3, 10, 12]),
+        ("mid-checkpoint", [1, 3]),
+        ("before-rename", [2]),
+        ("mid-metrics", [2, 6]),
+        ("mid-facts", [5, 9]),
+    ],
+)
+def test_killed_and_started_again_it_repeats_the_uninterrupted_run(tmp_path, uninterrupted, kind, counts):
+    folder = tmp_path / "run"
+    start = [sys.executable, "-c", FAULT]
+    for count in counts:
+        killed = subprocess.run(
+            [*start, kind, str(count), *command(folder)[3:]], env=environment(), capture_output=True, check=False
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    finished = subprocess.run(command(folder), env=environment(), capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr.decode()
+    assert files(folder) == uninterrupted
+    assert not list(folder.rglob(".writing-*"))
+    assert RunFolder.open(folder).facts()["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path, uninterrupted):
+    folder, draw = tmp_path / "run", random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(command(folder), env=environment(), stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(3, 9))
+        process.kill()
+        process.wait()
+    subprocess.run(command(folder), check=True, env=environment(), capture_output=True)
+    assert files(folder) == uninterrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_stop_saves_and_resumes_exactly(tmp_path, number):
+    chosen = plan()
+    trainer(tmp_path / "whole", chosen).fit()
+    with pytest.raises(Interrupted, match="stopped after step 9; go on with `hypersphere resume"):
+        trainer(tmp_path / "stopped", chosen, StopAt(9, number)).fit()
+    run = RunFolder.open(tmp_path / "stopped")
+    assert run.facts()["status"] == "interrupted"
+    assert run.latest_checkpoint().name == "step-00000009"
+    trainer(tmp_path / "stopped", chosen).fit()
+    assert files(tmp_path / "stopped") == files(tmp_path / "whole")
+
+
+def test_two_processes_give_the_metrics_of_one(tmp_path):
+    # No annealed margin: its branch points would turn rounding differences into visible ones.
+    options = ["loss.m=1", "optimiser.lr=0.01", "evaluate.every=0"]
+    subprocess.run(command(tmp_path / "one", *options), check=True, env=environment(), capture_output=True)
+    launched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            *command(tmp_path / "two", *options)[1:],
+        ],
+        env=environment(),
+        capture_output=True,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr.decode()
+    one, two = (RunFolder.open(tmp_path / name).rows() for name in ("one", "two"))
+    assert [row.keys() for row in one] == [row.keys() for row in two]
+    for first, second in zip(one, two, strict=True):
+        for key in first.keys() - {"split", "eer", "accuracy"}:
+            assert first[key] == pytest.approx(second[key], rel=2e-3), (first["step"], key)
+    assert one[-1]["accuracy"] == pytest.approx(two[-1]["accuracy"], abs=0.01)
+
+
+def test_batch_size_must_divide_among_processes():
+    from hypersphere.train.distributed import World
+
+    assert World(1, 2).share(6) == slice(3, 6)
+    with pytest.raises(ArgumentError, match="batch_size must be a multiple of the 2 processes, got 5"):
+        World(0, 2).share(5)
+
+
+class Poison(Callback):
+    """Spoils a weight after a step."""
+
+    def __init__(self, step: int, part: str) -> None:
+        self.step, self.part = step, part
+
+    def on_step(self, trainer, step):
+        if step == self.step:
+            parameter = next(iter(getattr(trainer, self.part).parameters()))
+            with torch.no_grad():
+                parameter.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("part", ["model", "head"])
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path, part):
+    with pytest.raises(DivergedError) as caught:
+        trainer(tmp_path / "run", plan(), Poison(9, part)).fit()
+    message = str(caught.value)
+    assert "diverged at step 10" in message
+    assert "'loss' became nan" in message
+    assert "parameter group" in message and f"'{part}'" in message
+    assert "step-00000008" in message and "optimiser.lr" in message
+    run = RunFolder.open(tmp_path / "run")
+    assert run.facts()["status"] == "diverged"
+    saved = safetensors.torch.load_file(run.latest_checkpoint() / "state.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in saved.values() if tensor.is_floating_point())
+    assert all(row["step"] < 10 for row in run.rows())
+
+
+def test_the_term_that_diverges_is_named(tmp_path):
+    class Spoil(Callback):
+        def on_start(self, trainer, step):
+            trainer._step.objective.weights["mhe"] = (float("inf"), "head")
+
+    with pytest.raises(DivergedError, match=r"step 1: 'mhe' became inf"):
+        trainer(tmp_path / "run", plan(), Spoil()).fit()
+
+
+def test_moving_averages_are_what_is_evaluated(tmp_path):
+    chosen = plan("train.steps=6", "train.checkpoint_every=6", "regularisers=[]")
+    seen: list[list[torch.Tensor]] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer, step):
+            seen.append([p.detach().clone() for p in trainer._parameters()])
+
+    run = trainer(tmp_path / "run", chosen, Watch())
+    start = [p.detach().clone() for p in run._parameters()]
+    run.fit()
+    expected = start
+    for weights in seen:
+        expected = [0.9 * average + 0.1 * weight for average, weight in zip(expected, weights, strict=True)]
+    for average, reference in zip(run._averages, expected, strict=True):
+        torch.testing.assert_close(average, reference, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(run.outputs().weight, run._averages[-1])
+    for parameter, last in zip(run._parameters(), seen[-1], strict=True):  # evaluation put the weights back
+        torch.testing.assert_close(parameter.detach(), last)
+
+
+def test_one_step_equals_plain_torch(tmp_path):
+    chosen = plan(
+        "train.steps=3",
+        "train.ema=null",
+        "train.clip_norm=0.5",
+        "data.augment.crop=0",
+        "data.augment.flip=false",
+        "train.log_every=1",
+    )
+    run = trainer(tmp_path / "run", chosen)
+    reference = trainer(tmp_path / "reference", chosen)
+    parameters = reference._parameters()
+    optimiser = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=5e-4)
+    run.fit()
+    losses = []
+    from hypersphere.energy import hyperspherical_energy
+    from hypersphere.train.batches import BatchOrder
+
+    reference.model.train()
+    order = BatchOrder(len(reference.data.train), 64, 0)
+    for step, factor in enumerate([0.2, 0.4, 0.6]):
+        indices = order.indices(step)
+        images = reference.data.train.images[indices].float() / 255
+        images = (images - reference.preprocess.mean) / reference.preprocess.std
+        loss = reference.head(reference.model(images), reference.data.train.labels[indices])
+        weights = [
+            m.weight.flatten(1) for m in reference.model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)
+        ]
+        total = loss + 0.1 * hyperspherical_energy(reference.head.weight)
+        total = total + 0.01 * sum(hyperspherical_energy(weight, 1.0) for weight in weights)
+        optimiser.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        for group in optimiser.param_groups:
+            group["lr"] = 0.05 * factor
+        optimiser.step()
+        losses.append(float(total))
+    rows = [row for row in run.run.rows() if row["split"] == "train"]
+    assert [row["total"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    for mine, other in zip(run._parameters(), parameters, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.precision=bf16"],
+        ["train.channels_last=true"],
+        ["optimiser.name=adamw", "optimiser.lr=0.003"],
+        ["optimiser.decay=weights"],
+        ["data.normalise=pixel"],
+    ],
+)
+def test_options_train(tmp_path, overrides):
+    chosen = plan("train.steps=30", "loss.name=softmax", "train.ema=null", "data.augment.flip=false", *overrides)
+    run = trainer(tmp_path / "run", chosen)
+    run.fit()
+    losses = [row["loss"] for row in run.run.rows() if row["split"] == "train"]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(p.dtype == torch.float32 for p in run._parameters())
+
+
+@pytest.mark.slow
+def test_a_compiled_run_matches(tmp_path):
+    plain, compiled = (
+        trainer(tmp_path / str(flag), plan(f"train.compile={flag}", "train.steps=6")) for flag in ("false", "true")
+    )
+    plain.fit()
+    compiled.fit()
+    for first, second in zip(plain.run.rows(), compiled.run.rows(), strict=True):
+        assert first["total" if "total" in first else "energy"] == pytest.approx(
+            second["total" if "total" in second else "energy"], rel=1e-3
+        )
+
+
+def test_a_finished_run_holds_everything(tmp_path):
+    chosen = recipe.load("digits-softmax", ["train.steps=4", "train.log_every=2"])
+    metrics = trainer(tmp_path / "run", chosen).fit()
+    folder = tmp_path / "run"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "recipe.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "metrics.csv",
+        "checkpoints",
+        "evaluation.json",
+        "features.safetensors",
+        "tensorboard",
+    }
+    assert recipe.load(folder / "recipe.yaml").hash == chosen.hash
+    facts = json.loads((folder / "run.json").read_text())
+    assert (
+        facts["seed"] == 0
+        and facts["status"] == "finished"
+        and facts["step"] == 4
+        and facts["environment"]["torch"] == torch.__version__
+    )
+    rows = RunFolder.open(folder).rows()
+    assert [(row["step"], row["split"]) for row in rows] == [(2, "train"), (4, "train"), (4, "test")]
+    header, *lines = (folder / "metrics.csv").read_text().splitlines()
+    assert header.startswith("step,split,total,loss") and len(lines) == 3
+    assert rows[-1]["accuracy"] == metrics["accuracy"]
+    features = safetensors.torch.load_file(folder / "features.safetensors")
+    assert features["features"].shape[1] == 3 and features["centres"].shape == (7, 3)
+    assert len(features["unseen_features"]) == len(features["unseen_labels"]) > 100
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_old_checkpoints_are_deleted(tmp_path):
+    trainer(tmp_path / "run", plan("train.keep_checkpoints=3")).fit()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000016", "step-00000020", "step-00000024"]
+
+
+def test_another_recipe_in_the_folder_is_refused(tmp_path):
+    RunFolder.create(tmp_path / "run", plan(), CPU)
+    with pytest.raises(RunError, match="holds a run of another recipe"):
+        RunFolder.create(tmp_path / "run", plan("seed=5"), CPU)
+
+
+def test_a_folder_without_a_recipe_is_no_run(tmp_path):
+    with pytest.raises(RunError, match="is not a run folder"):
+        RunFolder.open(tmp_path)
+
+
+def test_damaged_checkpoints_are_named(tmp_path):
+    run = RunFolder.create(tmp_path / "run", plan(), CPU)
+    folder = run.save_checkpoint(3, {"a": torch.ones(2)}, {}, keep=1)
+    target = {"a": torch.zeros(2)}
+    assert load_checkpoint(folder, target)["step"] == 3
+    assert target["a"].tolist() == [1, 1]
+    with pytest.raises(RunError, match=r"has no tensor 'b'"):
+        load_checkpoint(folder, {"b": torch.zeros(2)})
+    with pytest.raises(RunError, match=r"'a' is \(2,\), this run needs \(3,\)"):
+        load_checkpoint(folder, {"a": torch.zeros(3)})
+    (folder / "state.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(RunError, match="cannot be read"):
+        load_checkpoint(folder, target)
+
+
+def test_devices_are_checked():
+    assert pick_device("cpu") == CPU
+    with pytest.raises(ArgumentError, match="device must be"):
+        pick_device("gpu7")
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="sees no CUDA device"):
+            pick_device("cuda")
+
+
+def test_capture_needs_a_gpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(recipe.RecipeError, match=r"train\.capture needs a CUDA device"):
+        trainer(tmp_path / "run", plan("train.capture=true")).fit()
+
+
+@pytest.mark.slow
+def test_margins_make_digit_classes_tighter_and_further_apart(tmp_path):
+    """What the demo shows, as means over three seeds."""
+    means: dict[str, dict[str, float]] = {}
+    for name in ("digits-softmax", "digits-a-softmax", "digits-arcface"):
+        seeds = []
+        for seed in range(3):
+            chosen = recipe.load(name, [f"seed={seed}", "train.tensorboard=false"])
+            seeds.append(trainer(tmp_path / f"{name}-{seed}", chosen).fit())
+        means[name] = {key: sum(metrics[key] for metrics in seeds) / 3 for key in seeds[0]}
+    softmax = means.pop("digits-softmax")
+    for name, margin in means.items():
+        assert margin["accuracy"] > 0.97, name
+        assert margin["mean_angle"] < 0.85 * softmax["mean_angle"], name
+        assert margin["min_centre_angle"] > softmax["min_centre_angle"] + 1, name
+        assert margin["energy"] < softmax["energy"], name
