@@ -1,0 +1,40 @@
+# Two commands for a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A GPU machine may want its own build of torch: make demo TORCH=torch
+TORCH ?= -c constraints.txt torch
+
+.PHONY: demo test test-all lint docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/hypersphere demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.demo
+	$(BIN)/hypersphere docs
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[workbench]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
