@@ -58,8 +58,7 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
         pytest.param(
             "schedule:\n  name: cosine\n  warm: 4\n",
             3,
-            "schedule.warm is not a known key. Did you mean 'warmup'? "
-            "Allowed: name, milestones, factor, final, warmup",
+            "schedule.warm is not a known key. Did you mean 'warmup'? Allowed: name, milestones, factor, final, warmup",
             id="unknown key in a section",
         ),
         pytest.param(
@@ -107,16 +106,15 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
         pytest.param("loss: arcface\n", 1, "loss should be a valid dictionary", id="bare name for a part"),
         pytest.param("seed: 0\nloss:\n  m: 3\n", 2, "loss.name is missing", id="part without a name"),
         pytest.param("model: {name: digits-cnn, dim: x}\n", 1, "model.dim should be a valid integer", id="option type"),
-        pytest.param(
-            "data:\n  hold_out:\n    - 1\n    - [2]\n", 4, "data.hold_out.1 should be a valid", id="type in a union"
-        ),
         pytest.param("train:\n  steps: 0\n", 2, "train.steps should be greater than or equal to 1, got 0", id="range"),
         pytest.param("seed: -1\n", 1, "seed should be greater than or equal to 0, got -1", id="range at the top"),
         pytest.param(
             "optimiser:\n  betas: [0.9, 1.0]\n", 2, "optimiser.betas.1 should be less than 1, got 1.0", id="in a tuple"
         ),
         pytest.param("optimiser:\n  betas: [0.9]\n", 2, "optimiser.betas.1 is missing", id="tuple too short"),
-        pytest.param("optimiser:\n  lr: .nan\n", 2, "optimiser.lr should be greater than 0, got nan", id="not a number"),
+        pytest.param(
+            "optimiser:\n  lr: .nan\n", 2, "optimiser.lr should be greater than 0, got nan", id="not a number"
+        ),
         pytest.param(
             "schedule:\n  name: stepz\n",
             2,
@@ -212,6 +210,12 @@ def test_a_recipe_is_a_mapping(write):
     assert one_mistake(file := write("hello")) == f"{file}: a recipe is a mapping of keys to values, got str"
 
 
+def test_value_that_is_none_of_several_types(write):
+    file = write("data:\n  hold_out:\n    - 1\n    - [2]\n")
+    kinds = ("integer", "string")
+    assert mistakes(file) == [f"{file}, line 4: data.hold_out.1 should be a valid {kind}, got [2]" for kind in kinds]
+
+
 def test_empty_file_is_all_defaults(write):
     assert recipe.load(write("")).model_dump() == recipe.check({}).model_dump()
     assert recipe.load(write("# nothing\n")).hash == recipe.check({}).hash
@@ -243,10 +247,8 @@ def test_all_mistakes_in_parts_are_reported(write):
         optimiser: {momentum: 0, nesterov: true}
     """)
     keys = [found.removeprefix(f"{file}, line ").split(" ")[1] for found in mistakes(file)]
-    assert sorted(keys) == sorted(
-        "data.name model.wdth model.dim loss.q loss.s regularisers.0.t regularisers.1.name evaluate.metrics.0 "
-        "evaluate.metrics.1 optimiser.nesterov".split()
-    )
+    parts = ["data.name", "model.wdth", "model.dim", "loss.q", "loss.s", "regularisers.0.t", "regularisers.1.name"]
+    assert sorted(keys) == sorted([*parts, "evaluate.metrics.0", "evaluate.metrics.1", "optimiser.nesterov"])
 
 
 def test_unknown_recipe_names_the_nearest():
@@ -299,7 +301,7 @@ def test_embedded_base_and_a_new_part_without_the_old_options(write):
     plan = recipe.load(write("base: digits-arcface\nloss: {name: a-softmax}\ndata: {name: cifar10}\n"))
     base = recipe.load("digits-arcface")
     assert plan.loss.options == {"m": 4.0, "annealer": None}  # its own defaults, nothing of arcface's
-    assert plan.data.hold_out == (7, 8, 9) and plan.data.batch_size == base.data.batch_size
+    assert plan.data.hold_out == base.data.hold_out != () and plan.data.batch_size == base.data.batch_size
     assert plan.optimiser == base.optimiser and plan.train == base.train
 
 
@@ -336,13 +338,10 @@ def test_circular_base_through_other_spellings_of_the_path(write):
 
 
 def test_overrides_reach_every_depth():
-    plan = recipe.load(
-        "digits-arcface",
-        ["seed=7", "train.steps=20", "data.augment.flip=true", "loss.annealer.base=12", "train.capture=false"]
-        + ["data.hold_out=[1, '2']", "train.clip_norm=null", "help=a b"],
-    )
+    changes = ["seed=7", "train.steps=20", "data.augment.flip=true", "loss.annealer.base=12", "train.capture=false"]
+    plan = recipe.load("digits-arcface", [*changes, "data.hold_out=[1, '2']", "train.clip_norm=null", "help=a b"])
     assert (plan.seed, plan.train.steps, plan.data.augment.flip, plan.train.capture) == (7, 20, True, False)
-    assert plan.loss.options["annealer"] == {"base": 12.0, "gamma": 0.02, "power": 3.0, "minimum": 0.0}
+    assert plan.loss.options["annealer"] == recipe.load("digits-arcface").loss.options["annealer"] | {"base": 12.0}
     assert plan.data.hold_out == (1, "2") and plan.train.clip_norm is None and plan.help == "a b"
 
 
@@ -455,7 +454,9 @@ def test_embedded_recipes_load_and_their_parts_can_be_built(name):
 
 
 def test_embedded_help_is_that_of_the_recipe():
-    assert recipe.embedded()["digits-arcface"] == "Handwritten digits, 3-D features, ArcFace with its margin annealed in"
+    assert (
+        recipe.embedded()["digits-arcface"] == "Handwritten digits, 3-D features, ArcFace with its margin annealed in"
+    )
 
 
 @pytest.mark.parametrize(
@@ -484,18 +485,28 @@ def test_yaml_has_every_default(write):
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=1", "optimiser.lr=0.06", "loss.m=3", "loss.annealer.gamma=1", "data.batch_size=64", "model.dim=2"]
-    + ["evaluate.metrics=[energy]", "data.test_fraction=0.5", "regularisers=[{name: mhe}]", "train.precision=bf16"],
+    [
+        "seed=1",
+        "optimiser.lr=0.06",
+        "loss.m=3",
+        "loss.annealer.gamma=1",
+        "data.batch_size=65",
+        "model.dim=2",
+        "evaluate.metrics=[energy]",
+        "data.test_fraction=0.5",
+        "regularisers=[{name: mhe}]",
+        "train.precision=bf16",
+    ],
 )
 def test_hash_changes_with_what_determines_the_result(override):
     assert recipe.load("digits-a-softmax", [override]).hash != recipe.load("digits-a-softmax").hash
 
 
 def test_hash_does_not_change_with_name_help_or_spelling():
-    plan = recipe.load("digits-a-softmax")
+    plan = recipe.load("digits-a-softmax", ["loss.m=4", "optimiser.lr=0.05"])
     assert len(plan.hash) == 12 and int(plan.hash, 16) >= 0
-    assert recipe.load("digits-a-softmax", ["name=other", "help=else"]).hash == plan.hash
-    assert recipe.load("digits-a-softmax", ["loss.m=4.0", "optimiser.lr=5e-2", "train.compile=false"]).hash == plan.hash
+    again = ["loss.m=4.0", "optimiser.lr=5e-2", "train.compile=false"]
+    assert recipe.load("digits-a-softmax", [*again, "name=other", "help=else"]).hash == plan.hash
 
 
 def test_a_recipe_cannot_be_changed():

@@ -181,6 +181,18 @@ def list_data(
 
 
 @app.command()
+def record(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, usually docs/rows/NAME.json")],
+    group: Annotated[str, typer.Option(help="heading of the rows on the results page")],
+) -> None:
+    """Write the results of finished runs, averaged over seeds, as rows for the docs."""
+    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group)
+    results.write_rows(output, rows)
+    console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
+
+
+@app.command()
 def docs(
     folder: Annotated[Path, typer.Option(help="folder with rows/ and the pages made from them")] = Path("docs"),
     check: Annotated[bool, typer.Option(help="only say whether the pages are up to date")] = False,
@@ -214,14 +226,14 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
 
 
 def _show_metrics(runs: list[RunFolder]) -> None:
-    rows = {run.facts()["name"]: run.evaluation()["metrics"] for run in runs}
-    titles, cells, best = evaluate.table(rows)
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
-    grid.add_column("run", style="cyan")
-    for title in titles:
-        grid.add_column(title, justify="right")
-    for name, row, marks in zip(rows, cells, best, strict=True):
-        grid.add_row(name, *(f"[bold green]{cell}[/]" if mark else cell for cell, mark in zip(row, marks, strict=True)))
+    grid.add_column("Run", style="cyan", no_wrap=True)
+    for metric in evaluate.METRICS.values():
+        grid.add_column(metric.title, justify="right")
+    cells = evaluate.table([run.evaluation()["metrics"] for run in runs])
+    for run, row in zip(runs, cells, strict=True):
+        texts = (f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row)
+        grid.add_row(escape(run.facts()["name"]), *texts)
     console.print(grid)
 
 

@@ -150,7 +150,15 @@ class Recipe(_Section):
     @property
     def hash(self) -> str:
         """Twelve hex digits that change with anything that determines the result (not with name and help)."""
-        content = self.model_dump(mode="json", exclude={"name", "help"})
+        return self._hash({"name", "help"})
+
+    @property
+    def hash_without_seed(self) -> str:
+        """The same for all seeds, for results that are means over seeds."""
+        return self._hash({"name", "help", "seed"})
+
+    def _hash(self, exclude: set[str]) -> str:
+        content = self.model_dump(mode="json", exclude=exclude)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hypersphere.errors import HypersphereError
+from hypersphere.evaluate import METRICS
+from hypersphere.recipe import Recipe
+from hypersphere.train import RunFolder
 
 # Two-sided 95 % points of Student's t by degrees of freedom, and of the normal distribution.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -100,6 +103,41 @@ def write_rows(file: Path, rows: Sequence[ResultRow]) -> None:
     """Write a file of rows, replacing an older one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
+    """The final metrics of finished runs, averaged over the seeds of each recipe."""
+    by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
+    for run in runs:
+        recipe = run.recipe()
+        by_recipe.setdefault(recipe.hash_without_seed, []).append((recipe, run))
+    rows = []
+    for recipe_hash, members in by_recipe.items():
+        recipe, first = members[0]
+        facts = first.facts()
+        values = [run.evaluation()["metrics"] for _, run in members]
+        for key in [key for key in METRICS if all(key in metrics for metrics in values)]:
+            percent = METRICS[key].form.endswith("%}")
+            mean, interval = mean_and_interval([metrics[key] * (100 if percent else 1) for metrics in values])
+            rows.append(
+                ResultRow(
+                    kind="result",
+                    group=group,
+                    what=recipe.name,
+                    metric=METRICS[key].title.lower() if key != "eer" else "EER, unseen classes",
+                    unit="%" if percent else "°" if METRICS[key].form.endswith("°") else "",
+                    mean=mean,
+                    interval=interval,
+                    seeds=tuple(sorted(member.seed for member, _ in members)),
+                    command=f"hypersphere train {recipe.name} seed=N",
+                    version=facts["version"],
+                    hardware=f"{facts['environment']['device']}, torch {facts['environment']['torch']}",
+                    date=facts["finished"][:10],
+                    recipe=recipe.name,
+                    recipe_hash=recipe_hash,
+                )
+            )
+    return rows
 
 
 def write_pages(folder: Path, *, check: bool = False) -> list[Path]:

@@ -1,10 +1,11 @@
 """Evaluation: metrics as pure functions, and named groups of them for recipes."""
 
 from hypersphere.evaluate.metrics import accuracy, class_centres, equal_error_rate, pair_scores
-from hypersphere.evaluate.protocols import METRICS, Metric, Outputs, evaluations, measure, table
+from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, evaluations, measure, table
 
 __all__ = [
     "METRICS",
+    "MISSING",
     "Metric",
     "Outputs",
     "accuracy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,36 +42,47 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric is shown: its column title, unit, which direction is better, and what it says."""
+    """How a metric is shown: its column title, format, which direction is better, and what it says."""
 
     title: str
-    unit: Literal["%", "°", ""]
+    form: str
     better: Literal["higher", "lower"]
     help: str
 
-    def format(self, value: float) -> str:
-        """The value as people read it."""
-        return f"{100 * value:.2f} %" if self.unit == "%" else f"{value:.2f}{self.unit}"
-
 
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric("test accuracy", "%", "higher", "share of test images that get their own class"),
+    "accuracy": Metric(
+        "Test accuracy", "{:.2%}", "higher", "Share of test samples that get the right class. Higher is better."
+    ),
     "mean_angle": Metric(
-        "angle to own centre", "°", "lower", "mean angle between a test feature and the mean direction of its class"
+        "Angle to own centre",
+        "{:.1f}°",
+        "lower",
+        "Mean angle between a test feature and the centre of its class (the mean direction of the class's test "
+        "features). Lower means tighter classes.",
     ),
     "min_centre_angle": Metric(
-        "closest centres", "°", "higher", "smallest angle between the mean directions of two classes"
+        "Smallest centre angle",
+        "{:.1f}°",
+        "higher",
+        "Angle between the two class centres that are closest to each other. Larger means better separated classes.",
     ),
     "eer": Metric(
-        "EER, unseen classes",
-        "%",
+        "Unseen-class EER",
+        "{:.2%}",
         "lower",
-        "equal error rate of telling same from different on pairs of classes that training did not see",
+        "Equal error rate when pairs of samples from classes that were never trained on are judged “same” or "
+        "“different” by their angle: the error where both kinds of mistake are equally frequent. Lower is better.",
     ),
     "energy": Metric(
-        "classifier energy", "", "lower", "mean hyperspherical energy (s = 2) of the class weights' directions"
+        "Classifier energy",
+        "{:.4g}",
+        "lower",
+        "Mean hyperspherical energy (s = 2) of the classifier's weight vectors: how unevenly they are spread over the "
+        "sphere. Lower is more even; comparable only between runs with the same number of classes and dimensions.",
     ),
 }
+MISSING = "—"
 
 evaluations: Registry[dict[str, float]] = Registry("evaluation", positional=("outputs",))
 
@@ -128,20 +139,28 @@ def measure(outputs: Outputs, names: Iterable[str]) -> dict[str, float]:
     return result
 
 
-def table(rows: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
-    """Titles, formatted cells and which cells are the best of their column, for runs by name.
+class Cell(NamedTuple):
+    """A metric of a run as text, and whether it is the best of its column."""
 
-    Only metrics that some row has are shown, in the order of :data:`METRICS`.
+    text: str
+    best: bool
+
+
+def table(rows: Sequence[Mapping[str, float]]) -> list[list[Cell]]:
+    """The metrics of runs as people read them: a row a run, a column an entry of :data:`METRICS`.
+
+    Values that look the same are equally good, and a single value is not marked.
+
+    Example:
+        >>> [row[0] for row in table([{"accuracy": 0.9}, {"accuracy": 0.95}])]
+        [Cell(text='90.00%', best=False), Cell(text='95.00%', best=True)]
     """
-    keys = [key for key in METRICS if any(key in row for row in rows.values())]
-    titles = [METRICS[key].title for key in keys]
-    cells = [[METRICS[key].format(row[key]) if key in row else "-" for key in keys] for row in rows.values()]
-    best = [
-        [len(rows) > 1 and row.get(key) == _best(key, list(rows.values())) for key in keys] for row in rows.values()
-    ]
-    return titles, cells, best
-
-
-def _best(key: str, rows: Sequence[Mapping[str, float]]) -> float:
-    values = [row[key] for row in rows if key in row]
-    return max(values) if METRICS[key].better == "higher" else min(values)
+    columns = []
+    for key, metric in METRICS.items():
+        values = [row.get(key, math.nan) for row in rows]
+        finite = [value for value in values if math.isfinite(value)]
+        best = max(finite, default=0.0) if metric.better == "higher" else min(finite, default=0.0)
+        marked = metric.form.format(best) if len(finite) > 1 else None
+        texts = [metric.form.format(value) if math.isfinite(value) else MISSING for value in values]
+        columns.append([Cell(text, text == marked) for text in texts])
+    return [list(row) for row in zip(*columns, strict=True)]

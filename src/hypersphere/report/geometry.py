@@ -1,11 +1,15 @@
-"""The small geometry that the report draws: directions, class centres, angles in degrees and projections."""
+"""What the report draws: angles in degrees, subsets that are small enough, projections."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from hypersphere.evaluate import class_centres, pair_scores
+from hypersphere.geometry import angle_matrix, arccos, normalise
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -13,39 +17,31 @@ Ints: TypeAlias = NDArray[np.int64]
 
 def unit(vectors: Floats) -> Floats:
     """Each row scaled to length one; a zero row stays zero."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-
-
-def degrees(cosines: Floats) -> Floats:
-    """Angles of cosines, which rounding may have put slightly beyond ±1."""
-    return np.degrees(np.arccos(np.clip(cosines, -1, 1)))
+    return normalise(torch.from_numpy(vectors)).numpy()
 
 
 def centre_angles(vectors: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """Angle of each feature to its own class centre and to the nearest other one.
+    """Angle in degrees of each feature to its own class centre and to the nearest other one.
 
     A class centre is the mean direction of the class's features. With a single class there is no other centre, and
     the second array is empty.
     """
-    units = unit(vectors)
     classes, own = np.unique(labels, return_inverse=True)
-    centres = unit(np.stack([units[labels == label].mean(axis=0) for label in classes]))
-    cosines = units @ centres.T
-    rows = np.arange(len(units))
-    own_angles = degrees(cosines[rows, own])
+    features, index = torch.from_numpy(vectors), torch.from_numpy(own)
+    angles = np.degrees(angle_matrix(features, class_centres(features, index, len(classes))).numpy())
+    rows = np.arange(len(own))
+    own_angles = angles[rows, own]
     if len(classes) == 1:
         return own_angles, np.empty(0)
-    cosines[rows, own] = -np.inf
-    return own_angles, degrees(cosines.max(axis=1))
+    angles[rows, own] = np.inf
+    return own_angles, angles.min(axis=1)
 
 
 def pair_angles(vectors: Floats, labels: Ints, limit: int) -> tuple[Floats, Floats]:
-    """Angles of all genuine (same class) and impostor (other class) pairs among at most ``limit`` features."""
+    """Angles in degrees of all pairs of one class and of two classes among at most ``limit`` features."""
     chosen = balanced_subset(labels, limit)
-    units, labels = unit(vectors[chosen]), labels[chosen]
-    first, second = np.triu_indices(len(chosen), k=1)
-    angles = degrees((units @ units.T)[first, second])
-    genuine = labels[first] == labels[second]
+    cosines, same = pair_scores(torch.from_numpy(vectors[chosen]), torch.from_numpy(labels[chosen]))
+    angles, genuine = np.degrees(arccos(cosines).numpy()), same.numpy()
     return angles[genuine], angles[~genuine]
 
 

@@ -3,73 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from hypersphere.evaluate import METRICS, MISSING, table
 from hypersphere.report import figures
 from hypersphere.report.figures import Figure
 from hypersphere.report.runs import Features, Run
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the summary: a final metric, how it is shown, and what it means in plain words."""
-
-    key: str
-    title: str
-    meaning: str
-    form: str
-    best: Callable[[Iterable[float]], float]
-
-
-COLUMNS = (
-    Column(
-        "accuracy",
-        "Test accuracy",
-        "Share of test samples that get the right class. Higher is better.",
-        "{:.2%}",
-        max,
-    ),
-    Column(
-        "mean_angle",
-        "Angle to own centre",
-        "Mean angle between a test feature and the centre of its class (the mean direction of the class's test "
-        "features). Lower means tighter classes.",
-        "{:.1f}°",
-        min,
-    ),
-    Column(
-        "min_centre_angle",
-        "Smallest centre angle",
-        "Angle between the two class centres that are closest to each other. Larger means better separated classes.",
-        "{:.1f}°",
-        max,
-    ),
-    Column(
-        "eer",
-        "Unseen-class EER",
-        "Equal error rate when pairs of samples from classes that were never trained on are judged “same” or "
-        "“different” by their angle: the error where both kinds of mistake are equally frequent. Lower is better.",
-        "{:.2%}",
-        min,
-    ),
-    Column(
-        "energy",
-        "Classifier energy",
-        "Hyperspherical energy of the classifier's weight vectors: how unevenly they are spread over the sphere. "
-        "Lower is more even; comparable only between runs with the same number of classes and dimensions.",
-        "{:.4g}",
-        min,
-    ),
-)
-MISSING = "—"
 LOSS_MEANING = "The loss that the classifier was trained with."
 
 
@@ -144,37 +90,27 @@ def _plot(plots: dict[str, Figure], figure: Figure, kind: str, title: str, capti
 
 
 def _summary(runs: Sequence[Run], names: Sequence[str]) -> str:
+    metrics = list(METRICS.values())
     heads = "".join(
         f'<th scope="col" title="{escape(meaning)}">{escape(title)}</th>'
-        for title, meaning in [("Loss", LOSS_MEANING), *((c.title, c.meaning) for c in COLUMNS)]
+        for title, meaning in [("Loss", LOSS_MEANING), *((m.title, m.help) for m in metrics)]
     )
-    cells = [_column_cells(column, runs) for column in COLUMNS]
+    cells = table([run.results for run in runs])
     rows = "".join(
         f'<tr><th scope="row">{_swatch(i)}{escape(names[i])}{_status(run)}</th><td>{escape(run.loss or MISSING)}</td>'
-        f"{''.join(column[i] for column in cells)}</tr>"
+        + "".join(f"<td>{f'<b class=best>{cell.text}</b>' if cell.best else cell.text}</td>" for cell in cells[i])
+        + "</tr>"
         for i, run in enumerate(runs)
     )
-    legend = "".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.meaning)}</dd>" for c in COLUMNS)
+    legend = "".join(f"<dt>{escape(m.title)}</dt><dd>{escape(m.help)}</dd>" for m in metrics)
     best = " The best value of each column is marked." if len(runs) > 1 else ""
-    table = (
+    summary = (
         f'<div class="scroll" tabindex="0" role="region" aria-labelledby="summary"><table class="summary">'
         f'<thead><tr><th scope="col">Run</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
         f"<details><summary>What the columns mean</summary><dl><dt>Loss</dt><dd>{LOSS_MEANING}</dd>{legend}</dl>"
         "</details>"
     )
-    return _section("summary", "Summary", f"Results on the test set at the end of training.{best}", table)
-
-
-def _column_cells(column: Column, runs: Sequence[Run]) -> list[str]:
-    values = [run.results.get(column.key) for run in runs]
-    shown = [column.form.format(v) if v is not None and math.isfinite(v) else None for v in values]
-    finite = [v for v, text in zip(values, shown, strict=True) if v is not None and text]
-    # What looks the same is equally good: texts are compared, not values.
-    best = column.form.format(column.best(finite)) if len(finite) > 1 else None
-    return [
-        f"<td>{MISSING}</td>" if text is None else f"<td>{f'<b class=best>{text}</b>' if text == best else text}</td>"
-        for text in shown
-    ]
+    return _section("summary", "Summary", f"Results on the test set at the end of training.{best}", summary)
 
 
 def _swatch(index: int) -> str:

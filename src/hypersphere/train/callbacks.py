@@ -56,7 +56,7 @@ class ProgressBar(Callback):
             TimeRemainingColumn(),
             console=console,
         )
-        self._terms, self._accuracy, self._since = "", "", (0, 0.0)
+        self._terms, self._accuracy, self._speed, self._since = "", "", "", (0, 0.0)
 
     def on_start(self, trainer: Trainer, step: int) -> None:
         """Show the bar."""
@@ -76,17 +76,18 @@ class ProgressBar(Callback):
         speed = (row["step"] - first) * trainer.recipe.data.batch_size / max(now - start, 1e-9)
         self._since = (row["step"], now)
         self._terms = "  ".join(f"{term} {row[term]:.4f}" for term in trainer.terms)
-        self._show(f"{self._terms}{self._accuracy}  {speed:,.0f} images/s")
+        self._speed = f"  {speed:,.0f} images/s"
+        self._show()
 
     def on_evaluate(self, trainer: Trainer, row: Row) -> None:
         """Show the test accuracy."""
         if "accuracy" in row:
             self._accuracy = f"  test {row['accuracy']:.2%}"
-        self._show(f"{self._terms}{self._accuracy}")
+        self._show()
         self._since = (row["step"], time.perf_counter())
 
-    def _show(self, text: str) -> None:
-        self.progress.update(self._task, metrics=text)
+    def _show(self) -> None:
+        self.progress.update(self._task, metrics=f"{self._terms}{self._accuracy}{self._speed}")
 
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Leave the last state of the bar on the terminal."""

@@ -58,7 +58,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """The package's version, with the commit where it runs from a checkout."""
+    """The package's version, with the commit where it runs from a checkout or ``HYPERSPHERE_COMMIT`` names it."""
+    if commit := os.environ.get("HYPERSPHERE_COMMIT"):
+        return f"{hypersphere.__version__}+{commit}"
     source = Path(__file__).resolve().parents[3]
     if not (source / ".git").exists():
         return hypersphere.__version__

@@ -1,0 +1,190 @@
+"""Measured rows and the pages made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from hypersphere import results
+from hypersphere.results import ResultRow, RowError, mean_and_interval, read_rows, write_pages, write_rows
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+ROW = ResultRow(
+    kind="result",
+    group="Digits",
+    what="ArcFace",
+    metric="test accuracy",
+    unit="%",
+    mean=98.126,
+    interval=0.204,
+    seeds=(0, 1, 2),
+    command="hypersphere train digits-arcface",
+    version="0.1.0+abc",
+    hardware="one CPU",
+    date="2025-01-02",
+    recipe="digits-arcface",
+    recipe_hash="0123456789ab",
+    published="98.5 (paper)",
+    note="a note",
+)
+BENCHMARK = dataclasses.replace(
+    ROW,
+    kind="benchmark",
+    group="Speed",
+    what="step",
+    metric="images a second",
+    unit="",
+    mean=123456.7,
+    interval=None,
+    seeds=(),
+    recipe=None,
+    recipe_hash=None,
+    published=None,
+    note=None,
+)
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "rows" / "b.json", [BENCHMARK])
+    write_rows(tmp_path / "rows" / "a.json", [ROW, dataclasses.replace(ROW, what="softmax", published=None)])
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 11, 12, 20, 50, 1000])
+def test_interval_is_that_of_students_t(count):
+    values = np.random.default_rng(count).normal(3, 2, count)
+    mean, interval = mean_and_interval(values.tolist())
+    assert mean == pytest.approx(values.mean())
+    expected = scipy.stats.t.ppf(0.975, count - 1) * scipy.stats.sem(values)
+    assert interval == pytest.approx(expected, rel=1e-3)
+
+
+def test_interval_of_one_value():
+    assert mean_and_interval([2.5]) == (2.5, None)
+    assert mean_and_interval([2.0, 2.0]) == (2.0, 0.0)
+
+
+def test_rows_round_trip(tmp_path):
+    file = tmp_path / "deep" / "rows" / "x.json"
+    write_rows(file, [ROW, BENCHMARK])
+    assert read_rows(file.parent) == [ROW, BENCHMARK]
+    write_rows(file, [BENCHMARK])
+    assert read_rows(file.parent) == [BENCHMARK]
+
+
+def test_rows_come_in_the_order_of_files(docs):
+    assert [row.what for row in read_rows(docs / "rows")] == ["ArcFace", "softmax", "step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[{", "is not a list of result rows: "),
+        ("\x00", "is not a list of result rows: "),
+        ("{}x", "is not a list of result rows: "),
+        ('{"kind": "result"}', "is not a list of result rows: "),
+        ("3", "is not a list of result rows: "),
+        ("[3]", "is not a list of result rows: "),
+        ('[{"kind": "result"}]', "is not a list of result rows: 'seeds'"),
+        ('[{"kind": "result", "seeds": []}]', "is not a list of result rows: .*group"),
+        (json.dumps([dataclasses.asdict(ROW) | {"extra": 1}]), "is not a list of result rows: .*extra"),
+        (json.dumps([dataclasses.asdict(ROW) | {"seeds": 3}]), "is not a list of result rows: "),
+        (json.dumps([dataclasses.asdict(ROW) | {"kind": "rumour"}]), ": unknown kind of row 'rumour'; known: result"),
+    ],
+)
+def test_bad_row_file_is_named(docs, text, message):
+    (docs / "rows" / "b-bad.json").write_text(text)
+    with pytest.raises(RowError, match=f"b-bad.json ?{message}"):
+        write_pages(docs)
+    assert not (docs / "results.md").exists()  # nothing is written from half of the rows
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(RowError, match=f"there is no folder {tmp_path / 'nowhere' / 'rows'}"):
+        write_pages(tmp_path / "nowhere")
+
+
+def test_pages_and_check_mode(docs):
+    pages = [docs / "results.md", docs / "benchmarks.md"]
+    assert write_pages(docs, check=True) == pages
+    assert not any(page.exists() for page in pages)  # checking writes nothing
+    assert write_pages(docs) == pages
+    texts = [page.read_bytes() for page in pages]
+    assert write_pages(docs) == [] == write_pages(docs, check=True)
+    for page in pages:
+        page.unlink()
+    write_pages(docs)
+    assert [page.read_bytes() for page in pages] == texts
+    pages[1].write_text("edited")
+    assert write_pages(docs, check=True) == [pages[1]]
+    assert pages[1].read_text() == "edited"
+    assert write_pages(docs) == [pages[1]] and pages[1].read_bytes() == texts[1]
+
+
+def test_results_page(docs):
+    write_pages(docs)
+    lines = (docs / "results.md").read_text(encoding="utf-8").splitlines()
+    assert lines == [
+        "# Results",
+        "",
+        "What the recipes give, as measured. Made by `hypersphere docs` from `docs/rows/*.json`; do not edit.",
+        "",
+        "## Digits",
+        "",
+        "| what | metric | measured | published |",
+        "|---|---|---:|---|",
+        "| ArcFace | test accuracy | 98.13 ± 0.20 % | 98.5 (paper) |",
+        "| softmax | test accuracy | 98.13 ± 0.20 % |  |",
+        "",
+        "- Command: `hypersphere train digits-arcface`",
+        "- Hardware: one CPU",
+        "- Version: 0.1.0+abc, 2025-01-02",
+        "- Seeds: 0, 1, 2",
+        "- Recipes: digits-arcface (0123456789ab)",
+        "- Note: a note",
+        "- ± is the half width of the 95 % confidence interval over the seeds.",
+    ]
+
+
+def test_benchmark_page_has_no_empty_facts(docs):
+    write_pages(docs)
+    text = (docs / "benchmarks.md").read_text(encoding="utf-8")
+    assert "| what | metric | measured |\n|---|---|---:|\n| step | images a second | 123,457 |\n" in text
+    for absent in ("Seeds", "Recipes", "Note", "±", "published", "ArcFace"):
+        assert absent not in text
+
+
+def test_groups_keep_their_order_and_gather_their_rows(tmp_path):
+    groups = ["B", "A", "B"]
+    rows = [dataclasses.replace(ROW, group=group, what=f"row{i}") for i, group in enumerate(groups)]
+    write_rows(tmp_path / "rows" / "x.json", rows)
+    write_pages(tmp_path)
+    text = (tmp_path / "results.md").read_text(encoding="utf-8")
+    found = [text.index(word) for word in ("## B", "| row0", "| row2", "## A", "| row1")]
+    assert found == sorted(found) and text.count("## B") == 1
+
+
+@pytest.mark.parametrize(
+    ("mean", "interval", "unit", "text"),
+    [
+        (0.0, None, "", "0.00"),
+        (0.001234, 0.00056, "s", "0.0012 ± 0.00056 s"),
+        (-0.5, 0.0, "%", "-0.50 ± 0.00 %"),
+        (999.994, None, "x", "999.99 x"),
+        (1234567.8, 1000.2, "images/s", "1,234,568 ± 1,000 images/s"),
+    ],
+)
+def test_numbers_as_people_read_them(mean, interval, unit, text):
+    assert results._value(dataclasses.replace(ROW, mean=mean, interval=interval, unit=unit)) == text
+
+
+@pytest.mark.skipif(not (DOCS / "rows").is_dir(), reason="no measured rows yet")
+def test_committed_pages_are_up_to_date():
+    assert write_pages(DOCS, check=True) == []
