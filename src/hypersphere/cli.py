@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -244,7 +245,13 @@ def _write_report(runs: list[RunFolder], output: Path) -> None:
 
 @contextmanager
 def _messages(debug: bool) -> Iterator[None]:
-    """Errors of the user's making become a message and an exit code."""
+    """Errors of the user's making become a message and an exit code, warnings one readable line."""
+
+    def show_warning(message: Warning | str, *args: Any, **options: Any) -> None:
+        errors.print("[bold yellow]warning:[/] ", end="")
+        errors.print(str(message), highlight=False, soft_wrap=True, markup=False)
+
+    warnings.showwarning = show_warning
     try:
         yield
     except Interrupted as error:

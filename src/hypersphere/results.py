@@ -124,7 +124,7 @@ def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
                     kind="result",
                     group=group,
                     what=recipe.name,
-                    metric=METRICS[key].title.lower() if key != "eer" else "EER, unseen classes",
+                    metric=METRICS[key].title,
                     unit="%" if percent else "°" if METRICS[key].form.endswith("°") else "",
                     mean=mean,
                     interval=interval,

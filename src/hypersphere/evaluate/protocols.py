@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
         "Angle between the two class centres that are closest to each other. Larger means better separated classes.",
     ),
     "eer": Metric(
-        "Unseen-class EER",
+        "EER, unseen classes",
         "{:.2%}",
         "lower",
         "Equal error rate when pairs of samples from classes that were never trained on are judged “same” or "

@@ -116,7 +116,7 @@ class Trainer:
         try:
             return load_data(recipe.name, root, hold_out=recipe.hold_out, **recipe.options)
         except ArgumentError as error:
-            raise RecipeError(f"data.{error}") from error
+            raise self.recipe.blame(error, "data") from error
 
     def _build(self, data: Dataset) -> tuple[nn.Module, MarginSoftmax, Preprocess]:
         recipe = self.recipe
@@ -144,7 +144,11 @@ class Trainer:
         if train.compile:
             forward = torch.compile(forward)
             self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
-        order = BatchOrder(len(self.data.train), recipe.data.batch_size, recipe.seed)
+        try:
+            order = BatchOrder(len(self.data.train), recipe.data.batch_size, recipe.seed)
+            self.world.share(recipe.data.batch_size)
+        except ArgumentError as error:
+            raise recipe.blame(error, "data") from error
         groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
         return Step(
             objective,

@@ -1,0 +1,369 @@
+"""The command line: what each command prints, its exit code, and messages in place of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from test_results import ROW
+from typer.testing import CliRunner
+
+import hypersphere
+from hypersphere import cli, recipe, results
+from hypersphere.train import DivergedError, Interrupted
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
+COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "docs"]
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """Tables that do not wrap."""
+    monkeypatch.setattr(cli, "console", Console(width=400))
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    """Starts the entry point as the installed command does, in this process."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["hypersphere", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return Result(stopped.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def process(*arguments: object) -> Result:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hypersphere", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def words(text: str) -> str:
+    """The text without line ends and colours."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A finished tiny run."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    arguments = ["train", "digits-softmax", *TINY, "--folder", str(folder), "--device", "cpu"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished, tmp_path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+# ------------------------------------------------------------------------------------------------ plain commands
+
+
+def test_version(start):
+    assert start("--version") == (0, f"hypersphere {hypersphere.__version__} (torch {torch.__version__})\n", "")
+
+
+def test_help_names_every_command(start):
+    done = start("--help")
+    assert done.code == 0 and all(re.search(rf"\b{name}\b", done.out) for name in [*COMMANDS, "--debug", "--version"])
+    registered = typer.main.get_command(cli.app).list_commands(None)
+    assert sorted(registered) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command(name, start):
+    for flag in ("--help", "-h"):
+        done = start(name, flag)
+        assert done.code == 0 and done.err == ""
+        assert "Usage:" in done.out and name in done.out
+    callback = next(c for c in cli.app.registered_commands if name in (c.name, c.callback.__name__)).callback
+    assert words(callback.__doc__.split(".")[0]) in re.sub(r"[│ ]+", " ", words(done.out))
+
+
+def test_no_command_shows_the_help(start):
+    done = start()
+    assert "Usage:" in done.out + done.err and "train" in done.out + done.err
+
+
+@pytest.mark.parametrize("family", cli.FAMILIES)
+def test_list_a_family(family, start):
+    done = start("list", family)
+    assert done.code == 0 and done.out.lstrip().startswith(family)
+    for name in cli.FAMILIES[family]:
+        entry = cli.FAMILIES[family][name]
+        row = next(line for line in done.out.splitlines() if line.startswith(f"{name} "))
+        assert entry.help in row and all(str(option) in row for option in entry.options)
+        assert all(alias in row for alias in entry.aliases)
+    if not len(cli.FAMILIES[family]):
+        assert "none yet" in done.out
+
+
+def test_list_recipes_and_everything(start):
+    done = start("list", "recipes")
+    for name, text in recipe.embedded().items():
+        assert re.search(rf"^{re.escape(name)} +{re.escape(text)}", done.out, re.MULTILINE)
+    assert "arc-softmax" not in done.out
+    everything = start("list").out
+    assert all(re.search(rf"^{title}", everything, re.MULTILINE) for title in [*cli.FAMILIES, "recipes"])
+
+
+def test_list_unknown_family(start):
+    done = start("list", "loses")
+    assert done.code == 2 and done.out == ""
+    known = ", ".join([*cli.FAMILIES, "recipes"])
+    assert words(done.err) == f"error: unknown family 'loses'. Did you mean 'losses'? Known: {known}"
+
+
+# ----------------------------------------------------------------------------------------------------------- data
+
+
+def test_data_in_an_empty_root_says_where_to_get_the_sets(tmp_path, start):
+    done = start("data", "--data-root", tmp_path)
+    text = words(done.out)
+    assert done.code == 0 and done.err == ""
+    assert re.search(r"digits +embedded", text)
+    for name, address in (("cifar10", "https://www.cs.toronto.edu/~kriz/cifar.html"), ("mnist", "yann.lecun.com")):
+        assert f"{name} missing {name} was not found" in text
+        assert address in text or "https://" in text
+    assert str(tmp_path / "cifar-10-batches-py") in text and "data_batch_1" in text
+
+
+def test_data_with_a_corrupt_set_fails(tmp_path, start):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", "batches.meta.txt"]:
+        (folder / name).write_bytes(b"broken")
+    done = start("data", "--data-root", tmp_path)
+    assert done.code == 1 and "cifar10 corrupt" in words(done.out)
+    assert "data_batch_1.bin has the MD5" in words(done.out) and "expected 5dd7e06a14cb22eb9f671a540d1b7c25" in done.out
+    unchecked = start("data", "--data-root", tmp_path, "--no-verify")
+    assert unchecked.code == 0 and "7 files, not verified" in words(unchecked.out)
+
+
+# ------------------------------------------------------------------------------------- training and what follows
+
+
+def test_train_writes_a_run(finished):
+    expected = {"recipe.yaml", "run.json", "metrics.jsonl", "metrics.csv", "evaluation.json", "report.html"}
+    assert expected <= {file.name for file in finished.iterdir()}
+    facts = json.loads((finished / "run.json").read_text())
+    assert (facts["status"], facts["step"], facts["name"]) == ("finished", 4, "digits-softmax")
+    assert not (finished / "tensorboard").exists()
+
+
+def test_train_again_says_that_it_is_finished(run_folder, start):
+    (run_folder / "report.html").unlink()
+    before = (run_folder / "metrics.jsonl").read_bytes()
+    done = start("train", "digits-softmax", *TINY, "--folder", run_folder, "--device", "cpu")
+    assert done.code == 0 and f"{run_folder} is finished already" in done.out
+    accuracy = json.loads((run_folder / "evaluation.json").read_text())["metrics"]["accuracy"]
+    assert f"{accuracy:.2%}" in done.out and "digits-softmax" in done.out
+    assert f"Report: {run_folder / 'report.html'}" in done.out and (run_folder / "report.html").exists()
+    assert (run_folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_train_into_the_folder_of_another_recipe(run_folder, start):
+    done = start("train", "digits-softmax", *TINY, "seed=9", "--folder", run_folder, "--device", "cpu")
+    assert done.code == 2 and done.out == ""
+    assert f"error: {run_folder} holds a run of another recipe" in words(done.err)
+    assert f"hypersphere resume {run_folder}" in done.err
+
+
+def test_train_without_a_recipe_takes_overrides(tmp_path, monkeypatch, start):
+    monkeypatch.chdir(tmp_path)
+    done = start("train", *TINY, "loss.m=0.2", "--device", "cpu")
+    assert done.code == 0, done.err
+    plan = recipe.load("digits-arcface", [*TINY, "loss.m=0.2"])
+    folder = tmp_path / "runs" / f"digits-arcface-{plan.hash}"
+    assert recipe.load(folder / "recipe.yaml").model_dump() == plan.model_dump()
+    assert str(folder / "report.html") in done.out and "digits-arcface" in done.out
+    # Both runs on one page, in the working folder unless another file is named.
+    assert start("report", folder, folder).code == 0 and (tmp_path / "report.html").exists()
+
+
+def test_resume_of_a_finished_run(run_folder, start):
+    done = start("resume", run_folder, "--device", "cpu")
+    assert done.code == 0 and "is finished already" in done.out and "Test accuracy" in done.out
+
+
+def test_resume_goes_on(run_folder, start):
+    facts = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps(facts | {"status": "interrupted"}))
+    (run_folder / "evaluation.json").unlink()
+    shutil.rmtree(run_folder / "checkpoints")
+    (run_folder / "checkpoints").mkdir()
+    done = start("resume", run_folder, "--device", "cpu")
+    assert done.code == 0, done.err
+    assert json.loads((run_folder / "run.json").read_text())["status"] == "finished"
+    assert (run_folder / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate", "report"])
+def test_folder_that_is_no_run(command, tmp_path, start):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        done = start(command, folder)
+        assert done.code == 2 and done.out == ""
+        assert words(done.err) == f"error: {folder} is not a run folder: it has no recipe.yaml"
+
+
+def test_evaluate_measures_the_checkpoint_again(run_folder, start):
+    file = run_folder / "evaluation.json"
+    before = json.loads(file.read_text())
+    file.unlink()
+    (run_folder / "features.safetensors").unlink()
+    done = start("evaluate", run_folder, "--device", "cpu")
+    assert done.code == 0, done.err
+    after = json.loads(file.read_text())
+    assert after["step"] == before["step"] == 4 and (run_folder / "features.safetensors").exists()
+    assert after["metrics"] == pytest.approx(before["metrics"])
+    assert f"{after['metrics']['accuracy']:.2%}" in done.out and "Unseen-class EER" in done.out
+
+
+def test_evaluate_without_a_checkpoint(run_folder, start):
+    shutil.rmtree(run_folder / "checkpoints")
+    done = start("evaluate", run_folder, "--device", "cpu")
+    assert done.code == 2 and f"{run_folder} has no checkpoint yet" in words(done.err)
+
+
+def test_report_of_one_and_of_two_runs(run_folder, finished, tmp_path, monkeypatch, start):
+    monkeypatch.chdir(tmp_path)
+    (run_folder / "report.html").unlink()
+    one = start("report", run_folder)
+    assert one.code == 0 and one.out == f"Report: {run_folder / 'report.html'}\n"
+    facts = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps(facts | {"name": "other-name"}))
+    two = start("report", finished, run_folder, "-o", "both.html")
+    assert two.code == 0 and two.out == f"Report: {tmp_path / 'both.html'}\n"
+    page = (tmp_path / "both.html").read_text()
+    assert "digits-softmax" in page and "other-name" in page
+    assert "other-name" not in (run_folder / "report.html").read_text()
+
+
+def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
+    facts = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps(facts | {"name": "[bold]odd"}))
+    evaluation = json.loads((run_folder / "evaluation.json").read_text())
+    evaluation["metrics"]["accuracy"] = 0.9876
+    (run_folder / "evaluation.json").write_text(json.dumps(evaluation))
+    cli._show_metrics([cli.RunFolder(finished), cli.RunFolder(run_folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "Test accuracy" in lines[0] and len(lines) == 3
+    assert lines[1].startswith("digits-softmax") and "98.76%" in lines[2]
+
+
+# --------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digits-softmax", "train.stepz=4"], "override 'train.stepz=4': train.stepz is not a known key."),
+        (["digits-arcfac"], "no recipe file or embedded recipe 'digits-arcfac'. Did you mean 'digits-arcface'?"),
+        (["digits-arcface", "loss.m=9"], "override 'loss.m=9': loss.m must be at least 0 and at most 3.14159, got 9.0"),
+        (["digits-arcface", "loss.m"], "override 'loss.m': write key=value"),
+        (["digits-softmax", "--device", "gpu"], ""),
+        (["digits-softmax", "model.dim=0"], "override 'model.dim=0': model.dim must be at least 1, got 0"),
+        (["digits-softmax", "data.batch_size=100000"], "batch_size must be at most the"),
+        (["digits-softmax", "data.name=cifar10", "model.name=plain-cnn"], "cifar10 was not found"),
+        (["digits-softmax", "data.hold_out=[77]"], "hold_out has 77, which is no class of 'digits'"),
+    ],
+)
+def test_wrong_training_input_is_exit_code_2(arguments, message, tmp_path, start, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = start("train", *arguments, "--data-root", tmp_path)
+    assert done.code == 2
+    assert message in words(done.err) and "Traceback" not in done.err and words(done.err).startswith("error: ")
+
+
+def test_unknown_option_is_exit_code_2(start):
+    done = start("train", "--no-such-option")
+    assert done.code == 2 and "No such option" in words(done.err)
+    assert start("nonsense").code == 2
+
+
+def test_message_of_a_wrong_key_in_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train:\n  steps: 4\n  stepz: [bold]\n")
+    done = process("train", file)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith(f"error: {file}, line 3: train.stepz is not a known key. Did you mean 'steps'? Allowed:")
+    assert "Traceback" not in done.err and done.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    done = process("--debug", "list", "loses")
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.err and "UnknownNameError: unknown family 'loses'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DivergedError("training diverged at step 3 [bold]"), 1, "error: training diverged at step 3 [bold]\n"),
+        (Interrupted("stopped after step 3", 15), 143, "\nstopped after step 3\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(error, code, text, monkeypatch, capsys):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["hypersphere"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(fail)
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == text
+
+
+def test_errors_of_the_programmer_keep_their_traceback(monkeypatch):
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys, "argv", ["hypersphere"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main(fail)
+
+
+# ------------------------------------------------------------------------------------------------------------- docs
+
+
+def test_docs(tmp_path, start):
+    results.write_rows(tmp_path / "rows" / "a.json", [ROW])
+    stale = start("docs", "--folder", tmp_path, "--check")
+    assert stale.code == 2 and "results.md" in stale.err and "out of date, run `hypersphere docs`" in stale.err
+    assert not (tmp_path / "results.md").exists()
+    assert start("docs", "--folder", tmp_path) == (0, f"Wrote the pages in {tmp_path}\n", "")
+    assert ROW.what in (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert start("docs", "--folder", tmp_path, "--check") == (0, f"Checked the pages in {tmp_path}\n", "")
+    (tmp_path / "rows" / "a.json").write_text("[")
+    broken = start("docs", "--folder", tmp_path)
+    assert broken.code == 2 and "a.json is not a list of result rows" in words(broken.err)
+
+
+def test_docs_without_rows(tmp_path, start):
+    done = start("docs", "--folder", tmp_path / "nowhere")
+    assert done.code == 2 and words(done.err).startswith("error: there is no folder")
