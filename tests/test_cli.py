@@ -15,12 +15,13 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from test_results import ROW
 from typer.testing import CliRunner
 
 import hypersphere
 from hypersphere import cli, recipe, results
+from hypersphere.data.sources import sources
 from hypersphere.train import DivergedError, Interrupted
+from test_results import ROW
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
@@ -89,7 +90,7 @@ def test_version(start):
 
 def test_help_names_every_command(start):
     done = start("--help")
-    assert done.code == 0 and all(re.search(rf"\b{name}\b", done.out) for name in [*COMMANDS, "--debug", "--version"])
+    assert done.code == 0 and all(f" {name} " in done.out for name in [*COMMANDS, "--debug", "--version"])
     registered = typer.main.get_command(cli.app).list_commands(None)
     assert sorted(registered) == sorted(COMMANDS)
 
@@ -146,9 +147,10 @@ def test_data_in_an_empty_root_says_where_to_get_the_sets(tmp_path, start):
     text = words(done.out)
     assert done.code == 0 and done.err == ""
     assert re.search(r"digits +embedded", text)
-    for name, address in (("cifar10", "https://www.cs.toronto.edu/~kriz/cifar.html"), ("mnist", "yann.lecun.com")):
-        assert f"{name} missing {name} was not found" in text
-        assert address in text or "https://" in text
+    assert {"cifar10", "cifar100", "mnist", "fashion-mnist"} <= set(sources)
+    for source in sources.values():
+        assert f"{source.name} missing {source.name} was not found" in text
+        assert f"It is published at {source.home}. " in text and source.home.startswith("http")
     assert str(tmp_path / "cifar-10-batches-py") in text and "data_batch_1" in text
 
 
@@ -265,14 +267,15 @@ def test_report_of_one_and_of_two_runs(run_folder, finished, tmp_path, monkeypat
 
 def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
     facts = json.loads((run_folder / "run.json").read_text())
-    (run_folder / "run.json").write_text(json.dumps(facts | {"name": "[bold]odd"}))
+    (run_folder / "run.json").write_text(json.dumps(facts | {"name": "other-name"}))
     evaluation = json.loads((run_folder / "evaluation.json").read_text())
     evaluation["metrics"]["accuracy"] = 0.9876
     (run_folder / "evaluation.json").write_text(json.dumps(evaluation))
     cli._show_metrics([cli.RunFolder(finished), cli.RunFolder(run_folder)])
     lines = capsys.readouterr().out.splitlines()
     assert "Test accuracy" in lines[0] and len(lines) == 3
-    assert lines[1].startswith("digits-softmax") and "98.76%" in lines[2]
+    assert lines[1].startswith("digits-softmax ")
+    assert lines[2].startswith("other-name ") and "98.76%" in lines[2]
 
 
 # --------------------------------------------------------------------------------------------------------- mistakes

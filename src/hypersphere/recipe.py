@@ -182,7 +182,11 @@ class Recipe(_Section):
             place = location
             return entry.factory(*args, **options)
         except ArgumentError as error:
-            raise RecipeError(_describe(self._places, (*place, error.argument), str(error))) from error
+            raise self.blame(error, *place) from error
+
+    def blame(self, error: ArgumentError, *location: str | int) -> RecipeError:
+        """The error of an argument that came from the section at ``location``, with its place in the recipe."""
+        return RecipeError(_describe(self._places, (*location, error.argument), str(error)))
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
