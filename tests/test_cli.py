@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 import hypersphere
 from hypersphere import cli, recipe, results
 from hypersphere.data.sources import sources
+from hypersphere.evaluate import METRICS
 from hypersphere.train import DivergedError, Interrupted
 from test_results import ROW
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
-COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "docs"]
+COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]
 
 
 class Result(NamedTuple):
@@ -209,7 +210,7 @@ def test_train_without_a_recipe_takes_overrides(tmp_path, monkeypatch, start):
 
 def test_resume_of_a_finished_run(run_folder, start):
     done = start("resume", run_folder, "--device", "cpu")
-    assert done.code == 0 and "is finished already" in done.out and "Test accuracy" in done.out
+    assert done.code == 0 and "is finished already" in done.out and METRICS["accuracy"].title in done.out
 
 
 def test_resume_goes_on(run_folder, start):
@@ -242,7 +243,7 @@ def test_evaluate_measures_the_checkpoint_again(run_folder, start):
     after = json.loads(file.read_text())
     assert after["step"] == before["step"] == 4 and (run_folder / "features.safetensors").exists()
     assert after["metrics"] == pytest.approx(before["metrics"])
-    assert f"{after['metrics']['accuracy']:.2%}" in done.out and "Unseen-class EER" in done.out
+    assert f"{after['metrics']['accuracy']:.2%}" in done.out and METRICS["eer"].title in done.out
 
 
 def test_evaluate_without_a_checkpoint(run_folder, start):
@@ -273,7 +274,7 @@ def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
     (run_folder / "evaluation.json").write_text(json.dumps(evaluation))
     cli._show_metrics([cli.RunFolder(finished), cli.RunFolder(run_folder)])
     lines = capsys.readouterr().out.splitlines()
-    assert "Test accuracy" in lines[0] and len(lines) == 3
+    assert METRICS["accuracy"].title in lines[0] and len(lines) == 3
     assert lines[1].startswith("digits-softmax ")
     assert lines[2].startswith("other-name ") and "98.76%" in lines[2]
 
@@ -288,7 +289,7 @@ def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
         (["digits-arcfac"], "no recipe file or embedded recipe 'digits-arcfac'. Did you mean 'digits-arcface'?"),
         (["digits-arcface", "loss.m=9"], "override 'loss.m=9': loss.m must be at least 0 and at most 3.14159, got 9.0"),
         (["digits-arcface", "loss.m"], "override 'loss.m': write key=value"),
-        (["digits-softmax", "--device", "gpu"], ""),
+        (["digits-softmax", "--device", "gpu"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
         (["digits-softmax", "model.dim=0"], "override 'model.dim=0': model.dim must be at least 1, got 0"),
         (["digits-softmax", "data.batch_size=100000"], "batch_size must be at most the"),
         (["digits-softmax", "data.name=cifar10", "model.name=plain-cnn"], "cifar10 was not found"),
@@ -365,6 +366,16 @@ def test_docs(tmp_path, start):
     (tmp_path / "rows" / "a.json").write_text("[")
     broken = start("docs", "--folder", tmp_path)
     assert broken.code == 2 and "a.json is not a list of result rows" in words(broken.err)
+
+
+def test_record(finished, tmp_path, start):
+    file = tmp_path / "rows" / "digits.json"
+    done = start("record", finished, "-o", file, "--group", "Digits")
+    rows = results.read_rows(file.parent)
+    assert done == (0, f"Wrote {len(rows)} rows to {file}\n", "")
+    assert [row.metric for row in rows] == [metric.title for metric in METRICS.values()]
+    accuracy = json.loads((finished / "evaluation.json").read_text())["metrics"]["accuracy"]
+    assert rows[0].mean == pytest.approx(100 * accuracy) and rows[0].group == "Digits" and rows[0].seeds == (0,)
 
 
 def test_docs_without_rows(tmp_path, start):

@@ -317,6 +317,12 @@ def test_mistake_in_the_base_is_placed_there(write):
     assert [text.split(": ")[0] for text in mistakes(child)] == [f"{parent}, line 3", f"{child}, line 3"]
 
 
+def test_mistake_that_replaces_a_value_of_the_base_is_placed_in_the_recipe(write):
+    write("train:\n  steps: 5\n", "base.yaml")
+    file = write("base: base.yaml\nseed: 1\ntrain:\n  steps: 0\n")
+    assert one_mistake(file).startswith(f"{file}, line 4: train.steps should be")
+
+
 def test_missing_base_is_placed_and_named(write):
     file = write("seed: 1\nbase: digits-arcfac\n")
     assert one_mistake(file).startswith(
@@ -507,6 +513,12 @@ def test_hash_does_not_change_with_name_help_or_spelling():
     assert len(plan.hash) == 12 and int(plan.hash, 16) >= 0
     again = ["loss.m=4.0", "optimiser.lr=5e-2", "train.compile=false"]
     assert recipe.load("digits-a-softmax", [*again, "name=other", "help=else"]).hash == plan.hash
+
+
+def test_hash_without_seed():
+    plan = recipe.load("digits-softmax", ["seed=1"])
+    assert plan.hash_without_seed == recipe.load("digits-softmax", ["seed=2"]).hash_without_seed != plan.hash
+    assert plan.hash_without_seed != recipe.load("digits-softmax", ["seed=1", "model.dim=2"]).hash_without_seed
 
 
 def test_a_recipe_cannot_be_changed():

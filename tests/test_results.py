@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
-from hypersphere import results
+from hypersphere import recipe, results
+from hypersphere.evaluate import METRICS
 from hypersphere.results import ResultRow, RowError, mean_and_interval, read_rows, write_pages, write_rows
+from hypersphere.train import RunFolder
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -185,6 +188,51 @@ def test_numbers_as_people_read_them(mean, interval, unit, text):
     assert results._value(dataclasses.replace(ROW, mean=mean, interval=interval, unit=unit)) == text
 
 
-@pytest.mark.skipif(not (DOCS / "rows").is_dir(), reason="no measured rows yet")
+# ------------------------------------------------------------------------------------------------ rows from runs
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes the folder of a finished run with given metrics."""
+
+    def make(folder: str, metrics: dict[str, float], *overrides: str, status: str = "finished") -> RunFolder:
+        plan = recipe.load("digits-softmax", overrides)
+        run = RunFolder.create(tmp_path / folder, plan, torch.device("cpu"))
+        run.write_facts(status=status, finished="2025-03-04T05:06:07+00:00", version="9.9")
+        (run.path / "evaluation.json").write_text(json.dumps({"step": 1, "metrics": metrics}))
+        return run
+
+    return make
+
+
+def test_rows_average_the_seeds_of_each_recipe(make_run):
+    runs = [
+        make_run("a", {"accuracy": 0.5, "mean_angle": 10.0, "cross_entropy": 1.0}, "seed=2"),
+        make_run("c", {"accuracy": 0.9, "mean_angle": 30.0}, "optimiser.lr=0.5", "name=other"),
+        make_run("b", {"accuracy": 0.6, "mean_angle": 20.0, "eer": 0.1}, "seed=1"),
+    ]
+    rows = results.rows_from_runs(runs, "Digits")
+    assert [(row.what, row.metric) for row in rows] == [
+        (name, METRICS[key].title) for name in ("digits-softmax", "other") for key in ("accuracy", "mean_angle")
+    ]
+    accuracy, angle, single, _ = rows
+    assert accuracy.mean == pytest.approx(55) and accuracy.unit == "%"
+    expected = scipy.stats.t.ppf(0.975, 1) * scipy.stats.sem([50, 60])
+    assert accuracy.interval == pytest.approx(expected, rel=1e-3) and accuracy.seeds == (1, 2)
+    assert (angle.mean, angle.unit) == (pytest.approx(15), "°")
+    assert (single.mean, single.interval, single.seeds) == (pytest.approx(90), None, (0,))
+    assert accuracy.recipe_hash == angle.recipe_hash != single.recipe_hash
+    assert {(row.kind, row.group, row.version, row.date) for row in rows} == {("result", "Digits", "9.9", "2025-03-04")}
+    assert all(f"torch {torch.__version__}" in row.hardware for row in rows)
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "diverged"])
+def test_only_finished_runs_are_recorded(make_run, status):
+    run = make_run("a", {"accuracy": 0.5}, status=status)
+    with pytest.raises(RowError, match=f"^{run.path} is not finished"):
+        results.rows_from_runs([run], "Digits")
+
+
+@pytest.mark.skipif(not list((DOCS / "rows").glob("*.json")), reason="no measured rows yet")
 def test_committed_pages_are_up_to_date():
     assert write_pages(DOCS, check=True) == []

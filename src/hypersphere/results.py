@@ -109,6 +109,8 @@ def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
     """The final metrics of finished runs, averaged over the seeds of each recipe."""
     by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
     for run in runs:
+        if run.facts()["status"] != "finished":
+            raise RowError(f"{run.path} is not finished: `hypersphere resume {run.path}` goes on with it")
         recipe = run.recipe()
         by_recipe.setdefault(recipe.hash_without_seed, []).append((recipe, run))
     rows = []

@@ -8,6 +8,22 @@ from torch import Tensor, nn
 from hypersphere.errors import check_range
 
 
+@torch.library.custom_op("hypersphere::count_step", mutates_args={"steps"})
+def _count_step(steps: Tensor) -> Tensor:
+    """Add one to a counter and return its new value.
+
+    One opaque operation, because a compiled backward pass may recompute what it needs from the counter itself, which
+    by then has moved on.
+    """
+    steps += 1
+    return steps.clone()
+
+
+@_count_step.register_fake
+def _(steps: Tensor) -> Tensor:
+    return torch.empty_like(steps)
+
+
 class LambdaAnnealer(nn.Module):
     r"""Weight of the plain cosine against the margin, falling over the training steps.
 
@@ -24,8 +40,7 @@ class LambdaAnnealer(nn.Module):
 
     Example:
         >>> annealer = LambdaAnnealer()
-        >>> annealer.advance()
-        >>> annealer.value()
+        >>> annealer.value(annealer.advance())
         tensor(892.8571)
     """
 
@@ -38,13 +53,14 @@ class LambdaAnnealer(nn.Module):
         self.base, self.gamma, self.power, self.minimum = base, gamma, power, minimum
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def advance(self) -> None:
-        """Count one training step."""
-        self.steps += 1
+    def advance(self) -> Tensor:
+        """Count one training step and return the count."""
+        return _count_step(self.steps)
 
-    def value(self) -> Tensor:
-        """The present weight, a scalar on the buffer's device."""
-        decay = (1 + self.gamma * self.steps.float()).pow(-self.power)
+    def value(self, steps: Tensor | None = None) -> Tensor:
+        """The weight after ``steps`` steps (those counted so far by default), a scalar on the buffer's device."""
+        count = self.steps if steps is None else steps
+        decay = (1 + self.gamma * count.float()).pow(-self.power)
         return (self.base * decay).clamp(min=self.minimum if self.base else 0.0)
 
     def extra_repr(self) -> str:

@@ -107,8 +107,11 @@ class MarginSoftmax(nn.Module):
         """Scores without margin, for prediction: ``(B, D) -> (B, C)``, in float32 or wider."""
         return self._scaled(self.cosines(features), features)
 
-    def margin_logits(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Scores with the margin on each sample's own class: ``(B, D), (B,) -> (B, C)``."""
+    def margin_logits(self, features: Tensor, labels: Tensor, steps: Tensor | None = None) -> Tensor:
+        """Scores with the margin on each sample's own class: ``(B, D), (B,) -> (B, C)``.
+
+        The margin is annealed as after ``steps`` training steps, by default those taken so far.
+        """
         self._check_labels(features, labels)
         cosines = self.cosines(features)
         if self.margin is not None:
@@ -116,17 +119,19 @@ class MarginSoftmax(nn.Module):
             plain = cosines.gather(1, own)
             target = self.margin(plain)
             if self.annealer is not None:
-                weight = self.annealer.value().to(plain.dtype)
+                weight = self.annealer.value(steps).to(plain.dtype)
                 target = (weight * plain + target) / (1 + weight)
             cosines = cosines.scatter(1, own, target)
         return self._scaled(cosines, features)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch: ``(B, D), (B,) -> ()``; 0 for an empty batch."""
+        steps = None
         if self.annealer is not None and self.training:
-            self.annealer.advance()
+            self._check_labels(features, labels)  # a rejected batch is no step
+            steps = self.annealer.advance()
         with full_precision(features):
-            total = F.cross_entropy(self.margin_logits(features, labels), labels, reduction="sum")
+            total = F.cross_entropy(self.margin_logits(features, labels, steps), labels, reduction="sum")
         return total / max(len(labels), 1)
 
     def _check_features(self, features: Tensor) -> None:
@@ -179,7 +184,7 @@ class Softmax(MarginSoftmax):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight.to(x.dtype), bias)
 
-    def margin_logits(self, features: Tensor, labels: Tensor) -> Tensor:
+    def margin_logits(self, features: Tensor, labels: Tensor, steps: Tensor | None = None) -> Tensor:
         """The plain scores: this member has no margin."""
         self._check_labels(features, labels)
         return self.logits(features)
