@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from pytorch_metric_learning import losses as pml
 
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import ArcFace, ASoftmax, LambdaAnnealer, MarginSoftmax, Softmax, SphereFace, create
 from hypersphere.margins import additive_angle, multiplicative
+
+pml = pytest.importorskip("pytorch_metric_learning.losses")
 
 
 def tensor(values):

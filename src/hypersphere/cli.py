@@ -214,14 +214,17 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     with world(device) as here:
+        run = RunFolder(path)
+        if run.recipe_file.exists():
+            run.check(plan)
+            if run.facts()["status"] == "finished":
+                console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
+                return run
+        trainer = Trainer(plan, run, device, data_root=data_root, callbacks=[ProgressBar(console)], world=here)
+        # Only now, so that a start that fails leaves nothing behind.
         if here.main:
             RunFolder.create(path, plan, device)
         here.barrier()
-        run = RunFolder.open(path)
-        if run.facts()["status"] == "finished":
-            console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
-            return run
-        trainer = Trainer(plan, run, device, data_root=data_root, callbacks=[ProgressBar(console)], world=here)
         trainer.fit()
     return run
 
@@ -259,7 +262,7 @@ def _messages(debug: bool) -> Iterator[None]:
         sys.exit(128 + error.signal_number)
     except KeyboardInterrupt:
         sys.exit(130)
-    except HypersphereError as error:
+    except (HypersphereError, OSError) as error:
         if debug:
             raise
         errors.print("[bold red]error:[/] ", end="")

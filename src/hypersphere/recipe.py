@@ -39,13 +39,13 @@ class RecipeError(HypersphereError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Part(BaseModel):
     """Something from a registry: its ``name``, and its options beside it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str
 
@@ -181,6 +181,8 @@ class Recipe(_Section):
                     options[key] = module(**value)
             place = location
             return entry.factory(*args, **options)
+        except UnknownNameError as error:  # a layer name, say
+            raise RecipeError(_describe(self._places, place, str(error))) from error
         except ArgumentError as error:
             raise self.blame(error, *place) from error
 

@@ -131,7 +131,7 @@ def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
                     mean=mean,
                     interval=interval,
                     seeds=tuple(sorted(member.seed for member, _ in members)),
-                    command=f"hypersphere train {recipe.name} seed=N",
+                    command=facts["command"],
                     version=facts["version"],
                     hardware=f"{facts['environment']['device']}, torch {facts['environment']['torch']}",
                     date=facts["finished"][:10],

@@ -89,12 +89,7 @@ class RunFolder:
         """A new run, or the existing one of the same recipe to go on with."""
         run = cls(path)
         if run.recipe_file.exists():
-            existing = run.recipe()
-            if existing.hash != recipe.hash:
-                raise RunError(
-                    f"{path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another folder "
-                    f"with --folder, delete it, or continue it as it is with `hypersphere resume {path}`"
-                )
+            run.check(recipe)
             return run
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         run.write_facts(
@@ -102,7 +97,7 @@ class RunFolder:
             recipe_hash=recipe.hash,
             seed=recipe.seed,
             version=code_version(),
-            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=" ".join(["hypersphere", *sys.argv[1:]]),
             environment=environment(device),
             started=_now(),
             finished=None,
@@ -121,6 +116,15 @@ class RunFolder:
         if not run.recipe_file.is_file():
             raise RunError(f"{path} is not a run folder: it has no {run.recipe_file.name}")
         return run
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise :class:`RunError` unless this is a run of ``recipe``."""
+        existing = self.recipe()
+        if existing.hash != recipe.hash:
+            raise RunError(
+                f"{self.path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another folder "
+                f"with --folder, delete it, or continue it as it is with `hypersphere resume {self.path}`"
+            )
 
     @property
     def recipe_file(self) -> Path:

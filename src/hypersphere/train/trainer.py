@@ -100,6 +100,7 @@ class Trainer:
         self.recipe, self.run, self.device = recipe, run, device
         self.world = world or World()
         self.data = self._load_data(data_root)
+        self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
         self.callbacks = list(callbacks) if self.world.main else []
         if recipe.train.tensorboard and self.world.main:
@@ -115,6 +116,14 @@ class Trainer:
         recipe = self.recipe.data
         try:
             return load_data(recipe.name, root, hold_out=recipe.hold_out, **recipe.options)
+        except ArgumentError as error:
+            raise self.recipe.blame(error, "data") from error
+
+    def _make_order(self) -> BatchOrder:
+        batch_size = self.recipe.data.batch_size
+        try:
+            self.world.share(batch_size)
+            return BatchOrder(len(self.data.train), batch_size, self.recipe.seed)
         except ArgumentError as error:
             raise self.recipe.blame(error, "data") from error
 
@@ -144,17 +153,12 @@ class Trainer:
         if train.compile:
             forward = torch.compile(forward)
             self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
-        try:
-            order = BatchOrder(len(self.data.train), recipe.data.batch_size, recipe.seed)
-            self.world.share(recipe.data.batch_size)
-        except ArgumentError as error:
-            raise recipe.blame(error, "data") from error
         groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
         return Step(
             objective,
             forward,
             self.preprocess,
-            make_batches(self.data.train, order, self.device, self.world, recipe.data.workers),
+            make_batches(self.data.train, self.order, self.device, self.world, recipe.data.workers),
             make_optimiser(groups, recipe.optimiser),
             precision=train.precision,
             batch_size=recipe.data.batch_size,
