@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A GPU machine may want its own build of torch: make demo TORCH=torch
-TORCH ?= -c constraints.txt torch
 
 .PHONY: demo test test-all lint docs clean
 
@@ -24,11 +22,11 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.demo
 	$(BIN)/hypersphere docs
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/.made:
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
 
-$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet $(TORCH)
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[workbench]"
 	touch $@
 

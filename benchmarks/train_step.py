@@ -1,7 +1,7 @@
 """Images a second of a whole CIFAR-size training step, plain and captured in one CUDA graph, in one run.
 
-The step is the trainer's own: batch and augmentation on the device, forward, backward, clipping, SGD with momentum,
-the record of losses and gradient norms. On a GPU machine:
+The step is the trainer's own: batch and augmentation on the device, forward, backward, SGD with momentum, the
+record of losses and norms. On a GPU machine:
 
     python benchmarks/train_step.py --rows docs/rows/train_step.json
 
@@ -130,8 +130,8 @@ def main() -> None:
                     version=code_version(),
                     hardware=f"{hardware}, torch {torch.__version__}",
                     date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    note="median of 5 interleaved repetitions of 300 steps: augmentation, forward, backward, SGD with "
-                    "momentum and the logging of losses and gradient norms included",
+                    note=f"median of {len(values)} interleaved repetitions of {steps} steps: augmentation, forward, "
+                    "backward, SGD with momentum and the logging of losses and norms included",
                 )
             )
     if arguments.rows:

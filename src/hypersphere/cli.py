@@ -39,9 +39,9 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 DataRoot = Annotated[
     Path | None, typer.Option(help="folder with the data sets (default: $HYPERSPHERE_DATA, ./data, the user's cache)")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes, e.g. loss.m=0.3")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="changes, e.g. loss.m=0.3")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of runs")]
 
 
 def _version(asked: bool) -> None:
@@ -66,14 +66,17 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Train softmax, A-Softmax and ArcFace on handwritten digits and compare them on one page."""
-    runs = [_train(recipe.load(name), output / name, device, None) for name in DEMO]
+    plans = [recipe.load(name) for name in DEMO]
+    runs = [_train(plan, output / f"{plan.name}-{plan.hash}", device, None) for plan in plans]
+    for run in runs:
+        report.write([run.path], run.report_file)
     _show_metrics(runs)
     _write_report(runs, output / "report.html")
 
 
 @app.command()
 def train(
-    source: Annotated[str, typer.Argument(metavar="[RECIPE]", help="name or YAML file")] = "digits-arcface",
+    source: Annotated[str, typer.Argument(metavar="RECIPE", help="name or YAML file")] = "digits-arcface",
     overrides: Overrides = None,
     folder: Annotated[Path | None, typer.Option(help="folder of the run (default: runs/NAME-HASH)")] = None,
     device: Device = "auto",
@@ -93,7 +96,7 @@ def train(
 def resume(run: Run, device: Device = "auto", data_root: DataRoot = None) -> None:
     """Continue an interrupted run from its last checkpoint."""
     folder = RunFolder.open(run)
-    _train(folder.recipe(), run, device, data_root)
+    _train(folder.recipe(), run, device, data_root or folder.data_root())
     if _is_main():
         _show_metrics([folder])
         _write_report([folder], folder.report_file)
@@ -103,8 +106,8 @@ def resume(run: Run, device: Device = "auto", data_root: DataRoot = None) -> Non
 def evaluate_run(run: Run, device: Device = "auto", data_root: DataRoot = None) -> None:
     """Measure the last checkpoint of a run again and show its metrics."""
     folder = RunFolder.open(run)
-    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root)
-    trainer.step_number = trainer.load()
+    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
+    trainer.load_weights()
     outputs = trainer.outputs()
     trainer.write_evaluation(outputs, evaluate.measure(outputs, trainer.recipe.evaluate.metrics))
     _show_metrics([folder])
@@ -133,49 +136,60 @@ FAMILIES: dict[str, Registry[Any]] = {
 
 @app.command("list")
 def list_entries(
-    family: Annotated[str | None, typer.Argument(help=f"{', '.join(FAMILIES)} or recipes; all by default")] = None,
+    family: Annotated[
+        str | None, typer.Argument(help=f"{', '.join(FAMILIES)}, settings or recipes; all by default")
+    ] = None,
 ) -> None:
     """List what recipes can name, with the defaults and a line of help for each."""
-    known = [*FAMILIES, "recipes"]
+    known = [*FAMILIES, "settings", "recipes"]
     if family is not None and family not in known:
         raise UnknownNameError(f"unknown family {family!r}.{did_you_mean(family, known)} Known: {', '.join(known)}")
     for name in known if family is None else [family]:
         grid = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2))
         grid.add_column("name", style="cyan", no_wrap=True)
-        grid.add_column("options and defaults" if name in FAMILIES else "", style="dim", ratio=2)
+        grid.add_column("options and defaults", style="dim", ratio=2)
         grid.add_column("what it is", ratio=3)
-        if name == "recipes":
-            grid = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2))
-            grid.add_column("name", style="cyan", no_wrap=True)
-            grid.add_column("what it is")
-            for title, text in recipe.embedded().items():
-                grid.add_row(title, escape(text))
-        else:
-            for title in FAMILIES[name]:
-                entry = FAMILIES[name][title]
-                also = f" [dim](also {', '.join(entry.aliases)})[/]" if entry.aliases else ""
-                grid.add_row(title, escape(", ".join(map(str, entry.options))), escape(entry.help) + also)
-            if not len(FAMILIES[name]):
-                grid.add_row("none yet", "", "")
+        for row in _entries(name):
+            grid.add_row(*row)
         console.print(grid)
         console.print()
 
 
+def _entries(family: str) -> Iterator[tuple[str, str, str]]:
+    """Name, options and help of every member of a family."""
+    if family == "recipes":
+        yield from ((name, "", escape(text)) for name, text in recipe.embedded().items())
+    elif family == "settings":
+        yield from ((key, escape(default), escape(text)) for key, default, text in recipe.settings())
+    elif not len(FAMILIES[family]):
+        yield "none yet", "", ""
+    else:
+        for name in FAMILIES[family]:
+            entry = FAMILIES[family][name]
+            also = f" [dim](also {', '.join(entry.aliases)})[/]" if entry.aliases else ""
+            yield name, escape(", ".join(map(str, entry.options))), escape(entry.help) + also
+
+
 @app.command("data")
 def list_data(
+    name: Annotated[str | None, typer.Argument(help="one data set, with all details")] = None,
     data_root: DataRoot = None,
     verify: Annotated[bool, typer.Option(help="check contents against the published checksums")] = True,
 ) -> None:
     """List the data sets that are found, check them, and say where the missing ones come from."""
     statuses = data.inventory(data_root, verify=verify)
+    if name is not None:
+        statuses = [status for status in statuses if status.name == data.datasets[name].name]
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
     grid.add_column("data set", style="cyan", no_wrap=True)
     grid.add_column("state", no_wrap=True)
     grid.add_column("details", overflow="fold")
     colours = {"found": "green", "embedded": "green", "missing": "yellow", "corrupt": "red"}
     for status in statuses:
-        where = f"{status.folder}: " if status.folder else ""
-        grid.add_row(status.name, f"[{colours[status.state]}]{status.state}[/]", escape(f"{where}{status.detail}"))
+        details = f"{status.folder}: {status.detail}" if status.folder else status.detail
+        if status.state == "missing" and name is None:
+            details = f"how to get it: hypersphere data {status.name}"
+        grid.add_row(status.name, f"[{colours[status.state]}]{status.state}[/]", escape(details))
     console.print(grid)
     if any(status.state == "corrupt" for status in statuses):
         raise typer.Exit(1)
@@ -218,12 +232,16 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
         if run.recipe_file.exists():
             run.check(plan)
             if run.facts()["status"] == "finished":
-                console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
+                if here.main:
+                    console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
                 return run
         trainer = Trainer(plan, run, device, data_root=data_root, callbacks=[ProgressBar(console)], world=here)
         # Only now, so that a start that fails leaves nothing behind.
         if here.main:
-            RunFolder.create(path, plan, device)
+            RunFolder.create(path, plan, device, data_root)
+            last = run.latest_checkpoint()
+            going_on = f", going on from {last.name}" if last else ""
+            console.print(f"Training {plan.name} on {device} in {path}{going_on}", highlight=False, soft_wrap=True)
         here.barrier()
         trainer.fit()
     return run
@@ -261,16 +279,20 @@ def _messages(debug: bool) -> Iterator[None]:
         errors.print(f"\n{error}", highlight=False, soft_wrap=True, markup=False)
         sys.exit(128 + error.signal_number)
     except KeyboardInterrupt:
+        errors.print("\nstopped", highlight=False)
         sys.exit(130)
     except (HypersphereError, OSError) as error:
         if debug:
             raise
         errors.print("[bold red]error:[/] ", end="")
-        errors.print(str(error), highlight=False, soft_wrap=True, markup=False)
+        text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+        errors.print(text, highlight=False, soft_wrap=True, markup=False)
         sys.exit(1 if isinstance(error, DivergedError) else 2)
 
 
 def main(run: Callable[[], None] = app) -> None:
     """Entry point: exit code 0 fine, 1 the run failed, 2 wrong input, 128 + n stopped by signal n."""
-    with _messages("--debug" in sys.argv):
+    debug = "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]  # accepted anywhere on the line
+    with _messages(debug):
         run()

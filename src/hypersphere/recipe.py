@@ -14,7 +14,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,11 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @property
     def options(self) -> dict[str, Any]:
@@ -130,6 +135,14 @@ class Evaluate(_Section):
     metrics: tuple[str, ...] = ("classification", "angles", "verification", "energy")
 
 
+_HOUSEKEEPING: dict[str, Any] = {
+    "name": True,
+    "help": True,
+    "data": {"workers"},
+    "train": {"tensorboard", "keep_checkpoints"},
+}
+
+
 class Recipe(_Section):
     """Everything that determines a run."""
 
@@ -149,15 +162,15 @@ class Recipe(_Section):
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits that change with anything that determines the result (not with name and help)."""
-        return self._hash({"name", "help"})
+        """Twelve hex digits that change with anything that determines the result and its rows of metrics."""
+        return self._hash(_HOUSEKEEPING)
 
     @property
     def hash_without_seed(self) -> str:
         """The same for all seeds, for results that are means over seeds."""
-        return self._hash({"name", "help", "seed"})
+        return self._hash(_HOUSEKEEPING | {"seed": True})
 
-    def _hash(self, exclude: set[str]) -> str:
+    def _hash(self, exclude: dict[str, Any]) -> str:
         content = self.model_dump(mode="json", exclude=exclude)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -183,6 +196,8 @@ class Recipe(_Section):
             return entry.factory(*args, **options)
         except UnknownNameError as error:  # a layer name, say
             raise RecipeError(_describe(self._places, place, str(error))) from error
+        except TypeError as error:  # a layer that cannot stand where it was put
+            raise RecipeError(_describe(self._places, place, f"cannot be built: {error}")) from error
         except ArgumentError as error:
             raise self.blame(error, *place) from error
 
@@ -217,6 +232,17 @@ def embedded() -> dict[str, str]:
     return {name: load(name).help for name in names}
 
 
+def settings() -> Iterator[tuple[str, str, str]]:
+    """Key, default and help of everything in a recipe that is not an option of a named part."""
+    for name, field in Recipe.model_fields.items():
+        section = field.default
+        if isinstance(section, BaseModel):
+            for key, inner in type(section).model_fields.items():
+                yield f"{name}.{key}", str(inner.default), inner.description or ""
+        else:
+            yield name, str(section), field.description or ""
+
+
 def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:
     """Validate the content of a recipe and fill in every default.
 
@@ -242,11 +268,10 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
         for index, part in enumerate(recipe.regularisers)
     )
     for index, name in enumerate(recipe.evaluate.metrics):
-        if name not in evaluations:
-            try:
-                evaluations[name]
-            except UnknownNameError as error:
-                mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
+        try:
+            evaluations[name]
+        except UnknownNameError as error:
+            mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
     mistakes += _contradictions(recipe, places)
     if mistakes:
         raise RecipeError("\n".join(mistakes))

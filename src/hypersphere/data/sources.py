@@ -38,7 +38,11 @@ def load(name: str, root: Path | None = None, *, hold_out: Sequence[int | str] =
         >>> digits.train.shape, len(digits.class_names)
         ((1, 8, 8), 10)
     """
-    return datasets.create(name, root, **options).hold_out(hold_out)
+    data = datasets.create(name, root, **options).hold_out(hold_out)
+    for part, split in (("training", data.train), ("test", data.test)):
+        if not len(split):
+            raise DataError(f"{name} has no {part} images: add some, or change test_fraction")
+    return data
 
 
 def data_roots(root: Path | None) -> tuple[Path, ...]:

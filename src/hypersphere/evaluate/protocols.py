@@ -116,7 +116,8 @@ def verification(outputs: Outputs) -> dict[str, float]:
     if len(labels) > MAX_PAIR_SAMPLES:
         chosen = torch.linspace(0, len(labels) - 1, MAX_PAIR_SAMPLES, device=labels.device).long()
         features, labels = features[chosen], labels[chosen]
-    return {"eer": equal_error_rate(*pair_scores(features, labels))}
+    scores, same = pair_scores(features, labels)
+    return {"eer": equal_error_rate(scores, same)} if bool(same.any()) else {}
 
 
 @evaluations.register("energy")

@@ -27,6 +27,7 @@ MAX_CLASSES = 20
 MAX_CURVE_POINTS = 1000
 MAX_PAIR_FEATURES = 1000
 BIN_DEGREES = 2
+NORMS = ("grad_norm/", "weight_norm/")
 NOT_TERMS = {"step", "split", "total", "lr", "lambda"}
 CURVE_TITLES = {
     "total": "Total loss",
@@ -123,16 +124,25 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     train = [[row for row in run.metrics if row.get("split") == "train"] for run in runs]
     test = [[row for row in run.metrics if row.get("split") == "test"] for run in runs]
     train_keys, test_keys = _keys(train), _keys(test)
-    terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith("grad_norm/")]
+    terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith(NORMS)]
     losses = ["total"] if "total" in train_keys else []
     if len(terms) > 1 or not losses:  # a single term is the total
         losses += terms
-    others = [key for key in train_keys if key in ("lr", "lambda") or key.startswith("grad_norm/")]
+    others = [key for key in train_keys if key in ("lr", "lambda") or key.startswith(NORMS)]
     tests = [key for key in test_keys if key not in ("step", "split")]
     return (
         [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]
         + [_curve(key, f"Test: {key}", test, names, log=False) for key in tests]
-        + [_curve(key, key.replace("grad_norm/", "Gradient norm: "), train, names, log=True) for key in others]
+        + [
+            _curve(
+                key,
+                key.replace("grad_norm/", "Gradient norm: ").replace("weight_norm/", "Weight norm: "),
+                train,
+                names,
+                log=True,
+            )
+            for key in others
+        ]
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hypersphere.data import FolderSplit, Split, TensorSplit
+from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
 from hypersphere.errors import ArgumentError
 from hypersphere.recipe import Augment
 from hypersphere.train.distributed import World
@@ -86,12 +86,21 @@ class ResidentBatches:
         return self.images[indices], self.labels[indices]
 
 
-class _Files(TorchDataset[Tensor]):
+class _Files(TorchDataset[Tensor | DataError]):
     def __init__(self, split: FolderSplit) -> None:
         self.split = split
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.split.read(index)
+    def __getitem__(self, index: int) -> Tensor | DataError:
+        try:
+            return self.split.read(index)
+        except DataError as error:
+            return error  # raised in a worker, it would arrive wrapped in that process' traceback
+
+
+def _stack(images: list[Tensor | DataError]) -> Tensor | DataError:
+    """One batch of decoded images, or the first error among them."""
+    errors = [image for image in images if isinstance(image, DataError)]
+    return errors[0] if errors else torch.stack([image for image in images if isinstance(image, Tensor)])
 
 
 class StreamedBatches:
@@ -101,7 +110,8 @@ class StreamedBatches:
         self.files, self.labels = _Files(split), split.labels
         self.order, self.device, self.workers = order, device, workers
         self.share = world.share(order.batch_size)
-        self._next_step, self._images = -1, iter(())
+        self._next_step = -1
+        self._images: Iterator[Tensor | DataError] = iter(())
 
     def _indices(self, step: int) -> Iterator[list[int]]:
         while True:
@@ -115,13 +125,17 @@ class StreamedBatches:
                 self.files,
                 batch_sampler=self._indices(step),
                 num_workers=self.workers,
+                collate_fn=_stack,
                 pin_memory=self.device.type == "cuda",
                 prefetch_factor=4 if self.workers else None,
             )
             self._images = iter(loader)
         self._next_step = step + 1
         labels = self.labels[self.order.indices(step)[self.share]]
-        return next(self._images).to(self.device, non_blocking=True), labels.to(self.device)
+        images = next(self._images)
+        if isinstance(images, DataError):
+            raise images
+        return images.to(self.device, non_blocking=True), labels.to(self.device)
 
     def load(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The images and labels as they are."""

@@ -107,6 +107,7 @@ class TensorBoard(Callback):
         for name, value in row.items():
             if name not in ("step", "split"):
                 self.writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
+        self.writer.flush()  # a kill must not cost rows that no later step writes again
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         """Write the training metrics."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 from collections.abc import Iterator
@@ -58,7 +59,12 @@ def world(device: torch.device) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # A long timeout: the other processes wait while the main one evaluates.
+    hours = datetime.timedelta(hours=2)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=hours, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=hours)
     try:
         yield World(dist.get_rank(), dist.get_world_size())
     finally:

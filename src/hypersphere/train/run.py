@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -78,14 +79,14 @@ class RunFolder:
     """Paths and files of one run.
 
     Args:
-        path: The folder; made where it does not exist.
+        path: The folder; :meth:`create` makes it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, device: torch.device) -> RunFolder:
+    def create(cls, path: Path, recipe: Recipe, device: torch.device, data_root: Path | None = None) -> RunFolder:
         """A new run, or the existing one of the same recipe to go on with."""
         run = cls(path)
         if run.recipe_file.exists():
@@ -99,6 +100,7 @@ class RunFolder:
             version=code_version(),
             command=" ".join(["hypersphere", *sys.argv[1:]]),
             environment=environment(device),
+            data_root=None if data_root is None else str(data_root.resolve()),
             started=_now(),
             finished=None,
             status="running",
@@ -122,8 +124,8 @@ class RunFolder:
         existing = self.recipe()
         if existing.hash != recipe.hash:
             raise RunError(
-                f"{self.path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another folder "
-                f"with --folder, delete it, or continue it as it is with `hypersphere resume {self.path}`"
+                f"{self.path} holds a run of another recipe ({existing.hash}, not {recipe.hash}): choose another "
+                f"--folder, delete it, or continue it as it is with `hypersphere resume {self.path}`"
             )
 
     @property
@@ -152,8 +154,7 @@ class RunFolder:
 
     def facts(self) -> dict[str, Any]:
         """What is known about the run."""
-        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text())
-        return facts
+        return _read_json(self.path / "run.json")
 
     def write_facts(self, **changes: Any) -> None:
         """Change some of the facts."""
@@ -162,13 +163,29 @@ class RunFolder:
         with atomic_write(file) as output:
             json.dump(facts | changes, output, indent=2)
 
+    def data_root(self) -> Path | None:
+        """The data root that the run was started with."""
+        root = self.facts().get("data_root")
+        return None if root is None else Path(root)
+
     def evaluation(self) -> dict[str, Any]:
         """The last evaluation: its step and metrics."""
         file = self.path / "evaluation.json"
         if not file.is_file():
             raise RunError(f"{self.path} has no evaluation yet: `hypersphere evaluate {self.path}` makes one")
-        evaluation: dict[str, Any] = json.loads(file.read_text())
-        return evaluation
+        return _read_json(file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in this folder; the lock ends with the process, however it ends."""
+        folder = os.open(self.checkpoints, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise RunError(f"{self.path} is being trained by another process") from error
+        finally:
+            os.close(folder)
 
     def finish(self, status: str, step: int) -> None:
         """Note how the run ended."""
@@ -181,7 +198,10 @@ class RunFolder:
         if not self.metrics_file.exists():
             return []
         lines = self.metrics_file.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        try:
+            return [json.loads(line) for line in lines[:-1]]
+        except ValueError as error:
+            raise RunError(f"{self.metrics_file} is damaged: {error}") from error
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a metric row."""
@@ -254,8 +274,8 @@ def load_checkpoint(folder: Path, into: Mapping[str, Tensor]) -> dict[str, Any]:
     file = folder / "state.safetensors"
     try:
         saved = safetensors.torch.load_file(file)
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        state = _read_json(folder / "state.json")
+    except (OSError, safetensors.SafetensorError) as error:
         raise RunError(
             f"checkpoint {folder} cannot be read: {error}; delete it to go on from the one before"
         ) from error
@@ -270,6 +290,16 @@ def load_checkpoint(folder: Path, into: Mapping[str, Tensor]) -> dict[str, Any]:
         for name, tensor in into.items():
             tensor.copy_(saved[name])
     return state
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{file} must hold an object, got {type(content).__name__}")
+    return content
 
 
 def _now() -> str:

@@ -50,8 +50,9 @@ class Objective(nn.Module):
 class Step:
     """A training step: batch, augmentation, forward, backward, clipping, optimiser, moving average, record.
 
-    Calling it with the inputs of a step leaves ``record`` holding the loss terms and the gradient norm of every
-    parameter group. Nothing in it waits for the device or depends on values, so :class:`CapturedStep` can replay it.
+    Calling it with the inputs of a step leaves ``record`` holding the loss terms and, of every parameter group, the
+    norm of the gradient and of the updated weights. Nothing in it waits for the device or depends on values, so
+    :class:`CapturedStep` can replay it.
 
     Args:
         objective: Model, head and regularisers.
@@ -96,7 +97,11 @@ class Step:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.generator = torch.Generator(self.device)
         self.groups = [str(group["name"]) for group in optimiser.param_groups]
-        self.columns = [*objective.terms, *(f"grad_norm/{group}" for group in self.groups)]
+        self.columns = [
+            *objective.terms,
+            *(f"grad_norm/{group}" for group in self.groups),
+            *(f"weight_norm/{group}" for group in self.groups),
+        ]
         self.record = torch.zeros(len(self.columns), device=self.device)
 
     def seed_step(self, step: int) -> None:
@@ -129,7 +134,8 @@ class Step:
         if self.averages is not None:
             averages, decay = self.averages
             torch._foreach_lerp_(list(averages), [p.detach() for p in self.objective.parameters()], 1 - decay)
-        self.record.copy_(torch.cat([terms.detach(), norms]))
+        weights = [[p.detach() for p in group["params"]] for group in self.optimiser.param_groups]
+        self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([get_total_norm(group) for group in weights])]))
 
     def _clip(self) -> Tensor:
         """Gradient norms by parameter group, before the whole gradient is scaled down to ``clip_norm``."""
@@ -147,13 +153,14 @@ class CapturedStep:
     Args:
         step: The step to capture.
         state: Every tensor that a step changes; the trial steps that must precede a capture are undone in them.
+        start: The first step that will be taken.
     """
 
     TRIALS = 3
 
-    def __init__(self, step: Step, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, step: Step, state: Mapping[str, Tensor], start: int) -> None:
         self.step = step
-        self.inputs = tuple(value.clone() for value in step.batches.inputs(0))
+        self.inputs = tuple(value.clone() for value in step.batches.inputs(start))
         # Detached: a recorded clone would keep gradient nodes of this stream alive, which a capture may not touch.
         before = {name: tensor.detach().clone() for name, tensor in state.items()}
         stream = torch.cuda.Stream()

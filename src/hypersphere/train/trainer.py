@@ -7,8 +7,9 @@ import math
 import signal
 import threading
 import types
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from hypersphere.train.randomness import derive_seed
 from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
 from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step
 
+MIN_LOSS_SCALE = 2.0**-10
+"""A loss scale below this means that gradients overflow however small they are made."""
+
 
 class DivergedError(HypersphereError):
     """The loss or a gradient is no longer a number."""
@@ -54,10 +58,13 @@ def pick_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ArgumentError("device", f"must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", f"must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ArgumentError("device", f"is {name!r}, but torch sees no CUDA device here")
         device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise ArgumentError("device", f"is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+        torch.cuda.set_device(device)  # streams and graphs are made on the current device
     return device
 
 
@@ -149,7 +156,10 @@ class Trainer:
         forward: Any = objective
         if self.world.size > 1:
             synchronise_batch_norm(objective)
-            forward = DistributedDataParallel(objective, broadcast_buffers=False)
+            with warnings.catch_warnings():
+                # Newer torch has another name for the option, which older torch does not know.
+                warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated")
+                forward = DistributedDataParallel(objective, broadcast_buffers=False)
         if train.compile:
             forward = torch.compile(forward)
             self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
@@ -210,12 +220,12 @@ class Trainer:
             found |= {"scaler.scale": scaler._scale, "scaler.growth": scaler._growth_tracker}
         return found
 
-    def load(self) -> int:
-        """Take the trained weights from the run's last checkpoint, for evaluation; returns its step."""
+    def load_weights(self) -> None:
+        """Take the trained weights, and the step they are of, from the run's last checkpoint, for evaluation."""
         checkpoint = self.run.latest_checkpoint()
         if checkpoint is None:
             raise RunError(f"{self.run.path} has no checkpoint yet")
-        return int(load_checkpoint(checkpoint, self.weights())["step"])
+        self.step_number = load_checkpoint(checkpoint, self.weights())["step"]
 
     def _resume(self) -> None:
         """Go on from the last checkpoint, or from the start."""
@@ -234,10 +244,16 @@ class Trainer:
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the recipe, from the last checkpoint on; returns the final test metrics."""
+        with self.run.locked() if self.world.main else nullcontext():
+            self._fit()
+        metrics: dict[str, float] = self.run.evaluation()["metrics"]
+        return metrics
+
+    def _fit(self) -> None:
         self.prepare()
-        self._notify("on_start", self.step_number)
-        status = "interrupted"
+        status = "failed"
         try:
+            self._notify("on_start", self.step_number)
             with self._signals():
                 while self.step_number < self.recipe.train.steps:
                     self.take_step()
@@ -245,13 +261,14 @@ class Trainer:
         except DivergedError:
             status = "diverged"
             raise
+        except (Interrupted, KeyboardInterrupt):
+            status = "interrupted"
+            raise
         finally:
             self._notify("on_end", status)
             if self.world.main:
                 self.run.finish(status, self.step_number)
                 self.run.write_csv()
-        metrics: dict[str, float] = self.run.evaluation()["metrics"]
-        return metrics
 
     def prepare(self) -> None:
         """Build the step, load the last checkpoint and capture the step where that is possible."""
@@ -260,7 +277,7 @@ class Trainer:
         self._train_mode()
         self._runner: Step | CapturedStep = self._step
         if self._capture() and self.step_number < self.recipe.train.steps:
-            self._runner = CapturedStep(self._step, self.state())
+            self._runner = CapturedStep(self._step, self.state(), self.step_number)
         self._history = torch.zeros(self.recipe.train.log_every, len(self._step.columns), device=self.device)
         self._recorded = 0
 
@@ -305,6 +322,9 @@ class Trainer:
         rows = self.world.mean(self._history[: self._recorded]).double().tolist()
         first = self.step_number - self._recorded
         self._recorded = 0
+        scaler = self._step.scaler
+        if scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
+            raise self._diverged(self.step_number, "every gradient overflows in fp16", self._step.groups)
         for offset, row in enumerate(rows):
             self._check_finite(first + offset + 1, dict(zip(self._step.columns, row, strict=True)))
         self._pending += rows
@@ -315,14 +335,22 @@ class Trainer:
         # With a loss scaler, an overflowing gradient is skipped and the scale lowered: part of its work.
         if not bad or (not terms and self._step.scaler.is_enabled()):
             return
-        groups = [name.removeprefix("grad_norm/") for name in bad if name not in self.terms]
-        what = f"{terms[0]!r} became {record[terms[0]]}" if terms else "the gradient became non-finite"
+        if terms:
+            what = f"{terms[0]!r} became {record[terms[0]]}"
+        elif any(name.startswith("grad_norm/") for name in bad):
+            what = "the gradient became non-finite"
+        else:
+            what = "the weights became non-finite"
+        groups = dict.fromkeys(name.split("/", 1)[1] for name in bad if name not in self.terms)
+        raise self._diverged(step, what, list(groups))
+
+    def _diverged(self, step: int, what: str, groups: Sequence[str]) -> DivergedError:
         where = f" (parameter group {', '.join(map(repr, groups))})" if groups else " (all gradients were still finite)"
         checkpoint = self.run.latest_checkpoint()
         kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "there was no checkpoint yet"
-        raise DivergedError(
+        return DivergedError(
             f"training diverged at step {step}: {what}{where}; {kept}. "
-            "Try a lower optimiser.lr, train.clip_norm=1, or schedule.warmup"
+            "Start a new run with a lower optimiser.lr, train.clip_norm=1 or schedule.warmup"
         )
 
     def _log(self) -> None:
@@ -344,6 +372,8 @@ class Trainer:
         """Write a row of test metrics; the other processes wait for the main one."""
         if self.world.main:
             outputs = self.outputs()
+            if not bool(outputs.features.isfinite().all()):
+                raise self._diverged(self.step_number, "the features of test images became non-finite", ["model"])
             metrics = measure(outputs, self.recipe.evaluate.metrics)
             self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
             if final:
@@ -356,6 +386,7 @@ class Trainer:
             extra = {"recipe_hash": self.recipe.hash, "pending": self._pending}
             folder = self.run.save_checkpoint(self.step_number, self.state(), extra, self.recipe.train.keep_checkpoints)
             self.run.write_facts(step=self.step_number)
+            self.run.write_csv()
             self._notify("on_checkpoint", folder)
         self.world.barrier()
 
