@@ -130,13 +130,13 @@ def test_list_recipes_and_everything(start):
         assert re.search(rf"^{re.escape(name)} +{re.escape(text)}", done.out, re.MULTILINE)
     assert "arc-softmax" not in done.out
     everything = start("list").out
-    assert all(re.search(rf"^{title}", everything, re.MULTILINE) for title in [*cli.FAMILIES, "recipes"])
+    assert all(re.search(rf"^{title}", everything, re.MULTILINE) for title in [*cli.FAMILIES, "settings", "recipes"])
 
 
 def test_list_unknown_family(start):
     done = start("list", "loses")
     assert done.code == 2 and done.out == ""
-    known = ", ".join([*cli.FAMILIES, "recipes"])
+    known = ", ".join([*cli.FAMILIES, "settings", "recipes"])
     assert words(done.err) == f"error: unknown family 'loses'. Did you mean 'losses'? Known: {known}"
 
 
@@ -150,9 +150,12 @@ def test_data_in_an_empty_root_says_where_to_get_the_sets(tmp_path, start):
     assert re.search(r"digits +embedded", text)
     assert {"cifar10", "cifar100", "mnist", "fashion-mnist"} <= set(sources)
     for source in sources.values():
-        assert f"{source.name} missing {source.name} was not found" in text
-        assert f"It is published at {source.home}. " in text and source.home.startswith("http")
-    assert str(tmp_path / "cifar-10-batches-py") in text and "data_batch_1" in text
+        assert f"{source.name} missing how to get it: hypersphere data {source.name}" in text
+        details = words(start("data", source.name, "--data-root", tmp_path).out)
+        assert f"{source.name} missing {source.name} was not found" in details
+        assert f"It is published at {source.home}. " in details and source.home.startswith("http")
+    assert str(tmp_path / "cifar-10-batches-py") in words(start("data", "cifar10", "--data-root", tmp_path).out)
+    assert start("data", "mnst", "--data-root", tmp_path).code == 2
 
 
 def test_data_with_a_corrupt_set_fails(tmp_path, start):
@@ -319,9 +322,11 @@ def test_message_of_a_wrong_key_in_a_file(tmp_path):
 
 
 def test_debug_shows_the_traceback():
-    done = process("--debug", "list", "loses")
-    assert done.code == 1
-    assert "Traceback (most recent call last)" in done.err and "UnknownNameError: unknown family 'loses'" in done.err
+    for arguments in (["--debug", "list", "loses"], ["list", "loses", "--debug"]):
+        done = process(*arguments)
+        assert done.code == 1
+        assert "Traceback (most recent call last)" in done.err
+        assert "UnknownNameError: unknown family 'loses'" in done.err
 
 
 @pytest.mark.parametrize(
@@ -329,7 +334,7 @@ def test_debug_shows_the_traceback():
     [
         (DivergedError("training diverged at step 3 [bold]"), 1, "error: training diverged at step 3 [bold]\n"),
         (Interrupted("stopped after step 3", 15), 143, "\nstopped after step 3\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "\nstopped\n"),
     ],
 )
 def test_exit_codes(error, code, text, monkeypatch, capsys):

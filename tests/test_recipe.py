@@ -103,7 +103,7 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
             "train:\n\n  tensorboard: 3\n", 3, "train.tensorboard should be a valid boolean", id="wrong boolean"
         ),
         pytest.param("seed: 1\ntrain: 3\n", 2, "train should be a valid dictionary", id="value for a section"),
-        pytest.param("loss: arcface\n", 1, "loss should be a valid dictionary", id="bare name for a part"),
+        pytest.param("loss: arcfase\n", 1, "loss.name unknown loss 'arcfase'. Did you mean", id="bare name for a part"),
         pytest.param("seed: 0\nloss:\n  m: 3\n", 2, "loss.name is missing", id="part without a name"),
         pytest.param("model: {name: digits-cnn, dim: x}\n", 1, "model.dim should be a valid integer", id="option type"),
         pytest.param("train:\n  steps: 0\n", 2, "train.steps should be greater than or equal to 1, got 0", id="range"),
@@ -113,7 +113,7 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
         ),
         pytest.param("optimiser:\n  betas: [0.9]\n", 2, "optimiser.betas.1 is missing", id="tuple too short"),
         pytest.param(
-            "optimiser:\n  lr: .nan\n", 2, "optimiser.lr should be greater than 0, got nan", id="not a number"
+            "optimiser:\n  lr: .nan\n", 2, "optimiser.lr should be a finite number, got nan", id="not a number"
         ),
         pytest.param(
             "schedule:\n  name: stepz\n",
@@ -527,3 +527,30 @@ def test_a_recipe_cannot_be_changed():
         plan.seed = 3
     with pytest.raises(ValueError, match="frozen"):
         plan.train.steps = 3
+
+
+def test_a_part_may_be_named_alone():
+    assert recipe.load("digits-arcface", ["loss=softmax"]).loss.model_dump() == {"name": "softmax", "bias": True}
+
+
+def test_housekeeping_does_not_make_another_run():
+    plain = recipe.load("digits-softmax")
+    for override in ("train.tensorboard=false", "train.keep_checkpoints=9", "data.workers=3"):
+        assert recipe.load("digits-softmax", [override]).hash == plain.hash
+    assert recipe.load("digits-softmax", ["train.log_every=7"]).hash != plain.hash
+
+
+def test_settings_cover_every_key():
+    keys = {key for key, _, _ in recipe.settings()}
+    assert {"seed", "data.batch_size", "train.clip_norm", "schedule.warmup", "optimiser.lr", "evaluate.every"} <= keys
+    resolved = recipe.load("digits-softmax").model_dump()
+    assert {key.split(".")[0] for key in keys} == set(resolved)
+
+
+def test_layers_that_do_not_fit_name_the_part():
+    plan = recipe.load("digits-softmax", ["model.conv=relu"])
+    with pytest.raises(recipe.RecipeError, match=r"model cannot be built: .*ReLU"):
+        plan.build(models, ("model",), (1, 8, 8))
+    plan = recipe.load("digits-softmax", ["model.conv=conv3"])
+    with pytest.raises(recipe.RecipeError, match=r"model unknown layer 'conv3'\. Did you mean 'conv2d'\?"):
+        plan.build(models, ("model",), (1, 8, 8))
