@@ -160,19 +160,19 @@ def _page(title: str, intro: str, rows: Sequence[ResultRow]) -> str:
     lines = [f"# {title}", "", f"{intro} Made by `hypersphere docs` from `docs/rows/*.json`; do not edit.", ""]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        with_published = any(row.published for row in members)
-        lines += [f"## {group}", "", "| what | metric | measured |" + (" published |" if with_published else "")]
-        lines += ["|---|---|---:|" + ("---|" if with_published else "")]
-        for row in members:
-            published = f" {row.published or ''} |" if with_published else ""
-            lines.append(f"| {row.what} | {row.metric} | {_value(row)} |{published}")
+        metrics = dict.fromkeys(row.metric for row in members)
+        cells = {(row.what, row.metric): _value(row) for row in members}
+        lines += [f"## {group}", "", f"| | {' | '.join(metrics)} |", f"|---|{'---:|' * len(metrics)}"]
+        for what in dict.fromkeys(row.what for row in members):
+            lines.append(f"| {what} | {' | '.join(cells.get((what, metric), '') for metric in metrics)} |")
         lines += ["", *_provenance(members), ""]
     return "\n".join(lines)
 
 
 def _value(row: ResultRow) -> str:
     spread = f" ± {_number(row.interval)}" if row.interval is not None else ""
-    return f"{_number(row.mean)}{spread} {row.unit}".strip()
+    published = f" (published: {row.published})" if row.published else ""
+    return f"{_number(row.mean)}{spread} {row.unit}".strip() + published
 
 
 def _number(value: float) -> str:
