@@ -68,8 +68,6 @@ def demo(
     """Train softmax, A-Softmax and ArcFace on handwritten digits and compare them on one page."""
     plans = [recipe.load(name) for name in DEMO]
     runs = [_train(plan, output / f"{plan.name}-{plan.hash}", device, None) for plan in plans]
-    for run in runs:
-        report.write([run.path], run.report_file)
     _show_metrics(runs)
     _write_report(runs, output / "report.html")
 
@@ -88,8 +86,7 @@ def train(
     plan = recipe.load(source, overrides or [])
     run = _train(plan, folder or Path("runs") / f"{plan.name}-{plan.hash}", device, data_root)
     if _is_main():
-        _show_metrics([run])
-        _write_report([run], run.report_file)
+        _show_run(run)
 
 
 @app.command()
@@ -98,8 +95,7 @@ def resume(run: Run, device: Device = "auto", data_root: DataRoot = None) -> Non
     folder = RunFolder.open(run)
     _train(folder.recipe(), run, device, data_root or folder.data_root())
     if _is_main():
-        _show_metrics([folder])
-        _write_report([folder], folder.report_file)
+        _show_run(folder)
 
 
 @app.command("evaluate")
@@ -243,7 +239,11 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
             going_on = f", going on from {last.name}" if last else ""
             console.print(f"Training {plan.name} on {device} in {path}{going_on}", highlight=False, soft_wrap=True)
         here.barrier()
-        trainer.fit()
+        try:
+            trainer.fit()
+        finally:  # a run that stopped or diverged has curves to look at, too
+            if here.main and run.metrics_file.exists():
+                report.write([path], run.report_file)
     return run
 
 
@@ -257,6 +257,11 @@ def _show_metrics(runs: list[RunFolder]) -> None:
         texts = (f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row)
         grid.add_row(escape(run.facts()["name"]), *texts)
     console.print(grid)
+
+
+def _show_run(run: RunFolder) -> None:
+    _show_metrics([run])
+    console.print(f"Report: {run.report_file.resolve()}", highlight=False, soft_wrap=True)
 
 
 def _write_report(runs: list[RunFolder], output: Path) -> None:

@@ -7,6 +7,7 @@ Rules that hold for every function here:
 * A vector whose norm is below ``sqrt(tiny)`` of its type (1e-19 in float32: its square is no longer a normal
   number) counts as the zero vector. The zero vector has direction 0, cosine 0 with everything, angle pi/2 to
   everything, and passes no gradient through its direction.
+* Norms must stay below the square root of the type's largest number (1.8e19 in float32), or their square overflows.
 * Angles are exact at 0 and pi and their gradients are finite there.
 * No function synchronises a device, except the two samplers where they say so.
 """
