@@ -230,6 +230,7 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
             if run.facts()["status"] == "finished":
                 if here.main:
                     console.print(f"{path} is finished already; delete the folder to train again", highlight=False)
+                    report.write([path], run.report_file)
                 return run
         trainer = Trainer(plan, run, device, data_root=data_root, callbacks=[ProgressBar(console)], world=here)
         # Only now, so that a start that fails leaves nothing behind.
