@@ -267,7 +267,7 @@ def test_table_has_a_column_for_every_metric_and_no_other():
     found = table([{"accuracy": 0.5, "cross_entropy": 1.0}, dict.fromkeys(METRICS, 0.25)])
     assert [len(row) for row in found] == [len(METRICS)] * 2
     assert [cell.text for cell in found[0]] == ["50.00%"] + [MISSING] * 4
-    assert [cell.text for cell in found[1]] == ["25.00%", "0.2°", "0.2°", "25.00%", "0.25"]
+    assert [cell.text for cell in found[1]] == ["25.00%", "0.2°", "0.2°", "25.00%", "0.2500"]
     assert table([]) == []
 
 

@@ -76,7 +76,7 @@ METRICS: dict[str, Metric] = {
     ),
     "energy": Metric(
         "Classifier energy",
-        "{:.4g}",
+        "{:.4f}",
         "lower",
         "Mean hyperspherical energy (s = 2) of the classifier's weight vectors: how unevenly they are spread over the "
         "sphere. Lower is more even; comparable only between runs with the same number of classes and dimensions.",
