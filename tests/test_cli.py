@@ -375,7 +375,7 @@ def test_docs(tmp_path, start):
 
 def test_record(finished, tmp_path, start):
     file = tmp_path / "rows" / "digits.json"
-    done = start("record", finished, "-o", file, "--group", "Digits")
+    done = start("record", finished, "-o", file, "--group", "Digits", "--note", "a caution")
     rows = results.read_rows(file.parent)
     assert done == (0, f"Wrote {len(rows)} rows to {file}\n", "")
     assert [row.metric for row in rows] == [metric.title for metric in METRICS.values()]

@@ -196,9 +196,10 @@ def record(
     runs: Runs,
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, usually docs/rows/NAME.json")],
     group: Annotated[str, typer.Option(help="heading of the rows on the results page")],
+    note: Annotated[str | None, typer.Option(help="what a reader should know about these numbers")] = None,
 ) -> None:
     """Write the results of finished runs, averaged over seeds, as rows for the docs."""
-    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group)
+    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note)
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
 

@@ -105,8 +105,8 @@ def write_rows(file: Path, rows: Sequence[ResultRow]) -> None:
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
-    """The final metrics of finished runs, averaged over the seeds of each recipe."""
+def rows_from_runs(runs: Sequence[RunFolder], group: str, note: str | None = None) -> list[ResultRow]:
+    """The final metrics of finished runs, averaged over the seeds of each recipe, with a note for the page."""
     by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
     for run in runs:
         if run.facts()["status"] != "finished":
@@ -137,6 +137,7 @@ def rows_from_runs(runs: Sequence[RunFolder], group: str) -> list[ResultRow]:
                     date=facts["finished"][:10],
                     recipe=recipe.name,
                     recipe_hash=recipe_hash,
+                    note=note,
                 )
             )
     return rows
