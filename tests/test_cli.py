@@ -381,6 +381,7 @@ def test_record(finished, tmp_path, start):
     assert [row.metric for row in rows] == [metric.title for metric in METRICS.values()]
     accuracy = json.loads((finished / "evaluation.json").read_text())["metrics"]["accuracy"]
     assert rows[0].mean == pytest.approx(100 * accuracy) and rows[0].group == "Digits" and rows[0].seeds == (0,)
+    assert all(row.note == "a caution" for row in rows)
 
 
 def test_docs_without_rows(tmp_path, start):

@@ -9,7 +9,7 @@ Rules that hold for every function here:
   everything, and passes no gradient through its direction.
 * Norms must stay below the square root of the type's largest number (1.8e19 in float32), or their square overflows.
 * Angles are exact at 0 and pi and their gradients are finite there.
-* No function synchronises a device, except the two samplers where they say so.
+* No function but :func:`von_mises_fisher` waits for a device.
 """
 
 from __future__ import annotations

@@ -333,9 +333,8 @@ class Trainer:
         bad = [name for name, value in record.items() if not math.isfinite(value)]
         terms = [name for name in bad if name in self.terms]
         # With a loss scaler, an overflowing gradient is skipped and the scale lowered: part of its work.
-        if self._step.scaler.is_enabled() and all(name.startswith("grad_norm/") for name in bad):
-            return
-        if not bad:
+        harmless = self._step.scaler.is_enabled() and all(name.startswith("grad_norm/") for name in bad)
+        if not bad or harmless:
             return
         if terms:
             what = f"{terms[0]!r} became {record[terms[0]]}"
