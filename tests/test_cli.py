@@ -93,7 +93,7 @@ def test_help_names_every_command(start):
     done = start("--help")
     assert done.code == 0 and all(f" {name} " in done.out for name in [*COMMANDS, "--debug", "--version"])
     registered = typer.main.get_command(cli.app).list_commands(None)
-    assert sorted(registered) == sorted(COMMANDS)
+    assert sorted(registered) == sorted([*COMMANDS, "plot"])  # a group with commands of its own, see test_plot.py
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -115,11 +115,20 @@ def test_no_command_shows_the_help(start):
 def test_list_a_family(family, start):
     done = start("list", family)
     assert done.code == 0 and done.out.lstrip().startswith(family)
+    lines = done.out.splitlines()
+    # Options that a family shares are listed once, behind its members.
+    shared = next((line for line in lines if line.startswith("any of these ")), "")
     for name in cli.FAMILIES[family]:
         entry = cli.FAMILIES[family][name]
-        row = next(line for line in done.out.splitlines() if line.startswith(f"{name} "))
-        assert entry.help in row and all(str(option) in row for option in entry.options)
-        assert all(alias in row for alias in entry.aliases)
+        row = next(line for line in lines if line.startswith(f"{name} "))
+        assert entry.help in row and all(alias in row for alias in entry.aliases)
+        common = getattr(entry.factory, "shared_options", ())
+        for option in entry.options:  # one that has another default than the others shows it
+            assert str(option) in row or (option.name in common and str(option) in shared), (name, option)
+    assert bool(shared) == (family == "losses")
+    if shared:
+        assert "label_smoothing=0.0" in shared and "(but triplet)" in shared and "gradient='exact'" in shared
+        assert sum("label_smoothing" in line for line in lines) == 1
     if not len(cli.FAMILIES[family]):
         assert "none yet" in done.out
 

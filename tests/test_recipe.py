@@ -90,7 +90,7 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
         pytest.param(
             "loss:\n  name: arcface\n  annealer:\n    base: 3\n    gama: 2\n",
             5,
-            "loss.annealer.gama is not a known key. Did you mean 'gamma'? Allowed: base, gamma, power, minimum",
+            "loss.annealer.gama is not a known key. Did you mean 'gamma'? Allowed: base, gamma, power, minimum, start",
             id="unknown key of an annealer",
         ),
         pytest.param(
@@ -280,7 +280,7 @@ def test_a_bad_size_found_when_a_part_is_built_is_blamed_on_its_line(write):
 def test_build_makes_nested_modules(write):
     plan = recipe.load(write("loss: {name: arcface, m: 0.25, annealer: {base: 7}}\n"))
     head = plan.build(losses, ("loss",), 4, 5)
-    assert (head.dim, head.classes, head.margin.keywords["m"]) == (4, 5, 0.25)
+    assert (head.dim, head.classes, head.m) == (4, 5, 0.25)
     assert isinstance(head.annealer, LambdaAnnealer) and (head.annealer.base, head.annealer.gamma) == (7, 0.12)
     assert plan.loss.options["annealer"]["base"] == 7  # building does not change the recipe
 
@@ -300,7 +300,9 @@ def test_base_in_another_file_is_relative_to_the_recipe(write, monkeypatch):
 def test_embedded_base_and_a_new_part_without_the_old_options(write):
     plan = recipe.load(write("base: digits-arcface\nloss: {name: a-softmax}\ndata: {name: cifar10}\n"))
     base = recipe.load("digits-arcface")
-    assert plan.loss.options == {"m": 4.0, "annealer": None}  # its own defaults, nothing of arcface's
+    own = {option.name: option.default for option in losses["a-softmax"].options}
+    assert plan.loss.options == own  # its own defaults, nothing of arcface's
+    assert own["m"] == 4 and own["annealer"] is None and base.loss.options["annealer"] is not None
     assert plan.data.hold_out == base.data.hold_out != () and plan.data.batch_size == base.data.batch_size
     assert plan.optimiser == base.optimiser and plan.train == base.train
 
@@ -485,7 +487,9 @@ def test_yaml_round_trip(overrides, write):
 def test_yaml_has_every_default(write):
     plan = recipe.load(write("train: {steps: 5}\n"))
     content = yaml.safe_load(plan.to_yaml())
-    assert content["train"]["precision"] == "fp32" and content["loss"] == {"name": "softmax", "bias": True}
+    defaults = {option.name: option.default for option in losses["softmax"].options}
+    assert content["train"]["precision"] == "fp32" and content["loss"] == {"name": "softmax", **defaults}
+    assert content["loss"]["bias"] is True and content["loss"]["reduction"] == "mean"
     assert content["model"]["act"] == "prelu" and content["data"]["augment"]["crop"] == 0
 
 
@@ -530,7 +534,9 @@ def test_a_recipe_cannot_be_changed():
 
 
 def test_a_part_may_be_named_alone():
-    assert recipe.load("digits-arcface", ["loss=softmax"]).loss.model_dump() == {"name": "softmax", "bias": True}
+    found = recipe.load("digits-arcface", ["loss=softmax"]).loss.model_dump()
+    assert found == recipe.check({"loss": {"name": "softmax"}}).loss.model_dump()
+    assert found["name"] == "softmax" and found["bias"] is True and not {"s", "m"} & set(found)
 
 
 def test_housekeeping_does_not_make_another_run():

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import typing
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ import hypersphere as hs
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.registry import Entry, Option, Registry, UnknownNameError, did_you_mean, nearest
 
-FAMILIES = (hs.losses.losses, hs.energy.energies, hs.nn.layers, hs.orthogonal.maps)
+FAMILIES = (
+    hs.losses.losses,
+    hs.margins.margins,
+    hs.angular.angulars,
+    hs.energy.energies,
+    hs.nn.layers,
+    hs.orthogonal.maps,
+)
 
 
 class Shape:
@@ -33,6 +41,44 @@ class Shape:
 
     def __init__(self, owner: str, *args: object, radius: float, name: "str | None" = None, mute=3, **extra: int):
         self.owner, self.radius, self.name = owner, radius, name
+
+
+class Named:
+    """Something with options for every one of its kind.
+
+    Args:
+        owner: Supplied by the caller.
+        colour: Which colour.
+        size: How large.
+        weight: How heavy.
+    """
+
+    shared_options = ("colour", "size")
+
+    def __init__(self, owner: str, *, colour: str = "red", size: int = 1, weight: float = 2.0) -> None:
+        self.given = (owner, colour, size, weight)
+
+
+class Special(Named):
+    """Takes some of them.
+
+    Args:
+        owner: Supplied by the caller.
+        size: How large this one is.
+        **options: See :class:`Named`.
+    """
+
+    def __init__(self, owner: str, *, size: int = 5, **options: object) -> None:
+        super().__init__(owner, size=size, **options)
+
+
+class Alone(Named):
+    """Takes none of them."""
+
+    shared_options = ()
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(owner)
 
 
 @pytest.fixture
@@ -78,6 +124,8 @@ def test_errors_cross_process_borders(error):
         (-1, {"low": 0, "high": 1, "open_low": True}, "greater than 0 and at most 1, got -1"),
         (float("nan"), {}, "a number, got nan"),
         (float("nan"), {"low": 0}, "at least 0, got nan"),
+        ("x", {"low": 0}, "a number, got str"),
+        (torch.ones(2), {"low": 0}, "a number, got Tensor"),
     ],
 )
 def test_check_range_refuses(value, limits, message):
@@ -204,6 +252,34 @@ def test_positional_arguments_may_be_named(shapes):
     assert shapes.create("cap", owner="me", radius=1.0).owner == "me"
 
 
+def test_options_of_the_class_above():
+    """A class that passes its options on has those that its parent shares, with their help, behind its own."""
+    registry = Registry("thing", positional=("owner",))
+    for kind in (Named, Special, Alone):
+        registry.register(kind.__name__)(kind)
+    assert [str(o) for o in registry["named"].options] == ["colour='red'", "size=1", "weight=2.0"]
+    assert [(str(o), o.help) for o in registry["special"].options] == [
+        ("size=5", "How large this one is."),
+        ("colour='red'", "Which colour."),
+    ]
+    assert registry["alone"].options == ()
+    assert registry.create("special", "me", colour="blue").given == ("me", "blue", 5, 2.0)
+    with pytest.raises(ArgumentError, match=r"^weight is not an option of 'special'\. \(allowed: size, colour\)$"):
+        registry.create("special", "me", weight=3.0)
+
+
+def test_options_by_another_name():
+    registry = Registry("thing", positional=("owner",), option_aliases={"breadth": "size"})
+    registry.register("named")(Named)
+    assert registry.canonical({"breadth": 3, "colour": "blue"}) == {"size": 3, "colour": "blue"}
+    assert registry.create("named", "me", breadth=3).given == ("me", "red", 3, 2.0)
+    with pytest.raises(ArgumentError, match=r"^breadth is another name of 'size': give one of them$") as caught:
+        registry.create("named", "me", size=2, breadth=3)
+    assert caught.value.argument == "breadth"
+    with pytest.raises(ArgumentError, match=r"^breadht is not an option of 'named'"):
+        registry.create("named", "me", breadht=3)
+
+
 # What the package registers.
 
 
@@ -220,10 +296,17 @@ def test_every_entry_has_help_and_readable_options(registry):
 def test_the_losses():
     assert {"softmax", "a-softmax", "arcface"} <= set(hs.losses.losses)
     options = {o.name: o for o in hs.losses.losses["sphereface"].options}
-    assert list(options) == ["m", "annealer"]
-    assert (options["m"].annotation, options["m"].default, options["m"].help) == (float, 4.0, "Margin, at least 1.")
-    with pytest.raises(ArgumentError, match=r"margin is not an option of 'arcface'.*\(allowed: s, m, annealer\)"):
-        hs.losses.create("ArcFace", 4, 3, margin=0.5)
+    shared = hs.losses.MarginSoftmax.shared_options
+    assert list(options) == ["m", *shared]
+    assert (options["m"].default, options["m"].help) == (4, "Margin, any number from 1 on.")
+    assert float in typing.get_args(options["m"].annotation) and hs.losses.Ramp in typing.get_args(
+        options["m"].annotation
+    )
+    with pytest.raises(
+        ArgumentError, match=r"margins is not an option of 'arcface'.*\(allowed: s, m, beyond, annealer,"
+    ):
+        hs.losses.create("ArcFace", 4, 3, margins=0.5)
+    assert hs.losses.create("ArcFace", 4, 3, margin=0.25).m == 0.25
     head = hs.losses.create("arc_softmax", 4, 3, s=8.0)
     assert isinstance(head, hs.losses.ArcFace)
     assert (head.dim, head.classes, head.s) == (4, 3, 8.0)

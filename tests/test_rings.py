@@ -9,8 +9,11 @@ from pathlib import Path
 import hypersphere
 
 ROOT = Path(hypersphere.__file__).parent
-CORE = {"errors", "registry", "geometry", "margins", "losses", "energy", "nn", "orthogonal"}
-ALLOWED = {"torch", "numpy", "hypersphere"} | sys.stdlib_module_names
+CORE = {
+    *("errors", "registry", "geometry", "angular", "margins", "losses", "energy", "nn", "orthogonal"),
+    *("optim", "diagnostics"),
+}
+ALLOWED = {"torch", "triton", "numpy", "hypersphere"} | sys.stdlib_module_names
 
 
 def source_of(module):
@@ -73,12 +76,7 @@ BLOCKED = [
 PROGRAM = f"""
 import sys
 
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {BLOCKED!r}:
-            raise ImportError(name + " is blocked")
-
-sys.meta_path.insert(0, Block())
+sys.modules.update(dict.fromkeys({BLOCKED!r}))  # as if not installed, for those who look before they import, too
 try:
     import pydantic
 except ImportError:

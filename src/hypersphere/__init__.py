@@ -11,8 +11,21 @@ Example:
     (torch.Size([]), torch.Size([4, 10]))
 """
 
-from hypersphere import energy, errors, geometry, losses, margins, nn, orthogonal, registry
+from hypersphere import angular, diagnostics, energy, errors, geometry, losses, margins, nn, optim, orthogonal, registry
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "energy", "errors", "geometry", "losses", "margins", "nn", "orthogonal", "registry"]
+__all__ = [
+    "__version__",
+    "angular",
+    "diagnostics",
+    "energy",
+    "errors",
+    "geometry",
+    "losses",
+    "margins",
+    "nn",
+    "optim",
+    "orthogonal",
+    "registry",
+]

@@ -19,6 +19,7 @@ from rich.table import Table
 import hypersphere
 from hypersphere import data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
 from hypersphere.errors import HypersphereError
+from hypersphere.plot_cli import plot_app
 from hypersphere.registry import Registry, UnknownNameError, did_you_mean
 from hypersphere.train import DivergedError, Interrupted, ProgressBar, RunFolder, Trainer, pick_device
 from hypersphere.train.distributed import world
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(plot_app, name="plot")
 console = Console()
 errors = Console(stderr=True)
 
@@ -160,10 +162,21 @@ def _entries(family: str) -> Iterator[tuple[str, str, str]]:
     elif not len(FAMILIES[family]):
         yield "none yet", "", ""
     else:
-        for name in FAMILIES[family]:
-            entry = FAMILIES[family][name]
+        entries = [FAMILIES[family][name] for name in FAMILIES[family]]
+        # Shared options are listed once, with the defaults of the class that defines them.
+        sharing = [entry for entry in entries if vars(entry.factory).get("shared_options")]
+        shared = {str(o) for e in sharing for o in e.options if o.name in e.factory.shared_options}  # type: ignore[attr-defined]
+        without = []
+        for entry in entries:
             also = f" [dim](also {', '.join(entry.aliases)})[/]" if entry.aliases else ""
-            yield name, escape(", ".join(map(str, entry.options))), escape(entry.help) + also
+            takes = bool(getattr(entry.factory, "shared_options", ()))
+            own = [str(option) for option in entry.options if not (takes and str(option) in shared)]
+            without += [] if takes else [entry.name]
+            yield entry.name, escape(", ".join(own)), escape(entry.help) + also
+        if shared:
+            those = [str(option) for entry in sharing for option in entry.options if str(option) in shared]
+            but = f" (but {', '.join(without)})" if without else ""
+            yield "any of these", escape(", ".join(those)), f"what every one of them takes, too{but}"
 
 
 @app.command("data")

@@ -38,8 +38,11 @@ def check_range(
         Traceback (most recent call last):
         hypersphere.errors.ArgumentError: s must be greater than 0, got 0.0
     """
-    if (value > low if open_low else value >= low) and value <= high:
-        return
+    try:
+        if (value > low if open_low else value >= low) and value <= high:
+            return
+    except (TypeError, RuntimeError):  # a text, a tensor of several numbers
+        raise ArgumentError(argument, f"must be a number, got {type(value).__name__}") from None
     limits = []
     if low != float("-inf"):
         limits.append(f"{'greater than' if open_low else 'at least'} {low:g}")

@@ -152,8 +152,24 @@ class _Arccos(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (cosines,) = ctx.saved_tensors
-        squared_sine = ((1 - cosines) * (1 + cosines)).clamp(min=torch.finfo(cosines.dtype).eps)
-        return -grads[0] * squared_sine.rsqrt()
+        return grads[0] * arccos_slope(cosines)
+
+
+def arccos_slope(cosines: Tensor) -> Tensor:
+    r"""Derivative of :func:`arccos`: :math:`-1/\sqrt{1 - c^2}`, bounded near :math:`c = \pm 1`.
+
+    Args:
+        cosines: Any shape, in float32 or wider.
+
+    Returns:
+        Same shape and type.
+
+    Example:
+        >>> arccos_slope(torch.tensor([0.0, 0.6]))
+        tensor([-1.0000, -1.2500])
+    """
+    squared_sine = ((1 - cosines) * (1 + cosines)).clamp(min=torch.finfo(cosines.dtype).eps)
+    return -squared_sine.rsqrt()
 
 
 def arccos(cosines: Tensor) -> Tensor:

@@ -1,76 +1,332 @@
 r"""Margins: what a head puts in place of :math:`\cos\theta_y` for the class that a sample belongs to.
 
-A margin maps the cosine to the own class centre to a smaller target value :math:`\psi(\theta) \le \cos\theta`, so that
+A margin maps the angle to the own class centre to a smaller target value :math:`\psi(\theta) \le \cos\theta`, so that
 training goes on until the class is tighter than correct classification alone needs. Margins act on ``(B,)`` target
-cosines only: their cost does not depend on the number of classes.
+values only: their cost does not depend on the number of classes.
+
+A margin is called on cosines, its :meth:`Margin.psi` on angles; ``m`` is a number or a tensor that broadcasts.
+A margin of your own is a subclass (or :func:`register` around a function of the angle) and can be used in every head::
+
+    @margins.register("square")
+    class Square(Margin):
+        '''theta -> cos(theta) - m theta^2.'''
+
+        def psi(self, theta: Tensor, m: Parameter) -> Tensor:
+            return theta.cos() - m * theta.square()
+
+    MarginSoftmax(512, 1000, psi="square", m=0.1, s=64)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hypersphere.errors import check_range
+from hypersphere import angular
+from hypersphere.angular import Angular, Cosine
+from hypersphere.errors import check_choice, check_range
 from hypersphere.geometry import arccos, at_least_float32
+from hypersphere.registry import Registry
 
-Margin = Callable[[Tensor], Tensor]
-"""Target cosines ``(B,)`` -> target values ``(B,)``."""
+Parameter: TypeAlias = float | Tensor
+"""A margin's size: one number, or a tensor that broadcasts against the target values."""
+
+margins: Registry[Margin] = Registry("margin")
+
+BEYOND = ("clip", "raw", "fallback", "easy")
 
 
-def multiplicative(cosines: Tensor, m: float) -> Tensor:
-    r"""Multiplicative angular margin of L-Softmax and A-Softmax, extended so that it decreases on [0, pi].
-
-    .. math:: \psi(\theta) = \cos(m\theta - k\pi) - 2k, \quad k = \lfloor m\theta/\pi \rfloor
-
-    An integer ``m`` uses the Chebyshev polynomial of the cosine, so no angle is taken and the slope is finite
-    everywhere; other values go through the angle.
-
-    Args:
-        cosines: Cosines to the own class, any shape.
-        m: Margin, at least 1; 1 is no margin.
-
-    Returns:
-        Target values in [1 - 2m, 1], same shape, in float32 or wider.
+def create(name: str | Margin, **options: Any) -> Margin:
+    """Build a margin by name; an instance is passed through.
 
     Example:
-        >>> multiplicative(torch.tensor([1.0, 0.0, -1.0]), 4)
+        >>> create("additive-angle", beyond="easy")
+        AdditiveAngle(beyond='easy')
+    """
+    return name if isinstance(name, Margin) else margins.create(name, **options)
+
+
+def register(name: str, psi: Callable[..., Tensor]) -> None:
+    """Make a function ``psi(theta, m)`` of the angle a margin that heads can name.
+
+    Example:
+        >>> register("shifted", lambda theta, m: theta.cos() - m * (theta > 1))
+        >>> create("shifted").psi(torch.tensor(2.0), m=0.5)
+        tensor(-0.9161)
+    """
+    custom = type("Custom", (Margin,), {"psi": lambda self, theta, **m: psi(theta, **m), "__doc__": psi.__doc__})
+    margins.register(name)(custom)
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A target function; a subclass defines it on angles and, where that is cheaper, on cosines."""
+
+    def psi(self, theta: Tensor, **m: Any) -> Tensor:
+        """Target value at angles in [0, pi]."""
+        raise NotImplementedError
+
+    def __call__(self, cosines: Tensor, **m: Any) -> Tensor:
+        """Target value at the angles of these cosines, same shape, in float32 or wider."""
+        return self.psi(arccos(cosines), **m)
+
+    def slope(self, theta: Tensor, **m: Any) -> Tensor:
+        """Derivative of :meth:`psi` by the angle, same shape.
+
+        Example:
+            >>> AdditiveCosine().slope(torch.tensor(torch.pi / 2), m=0.35)
+            tensor(-1.)
+        """
+        with torch.enable_grad():
+            leaf = theta.detach().clone().requires_grad_()
+            return torch.autograd.grad(self.psi(leaf, **m).sum(), leaf)[0]
+
+    def check(self, **m: float) -> None:
+        """Raise :class:`ArgumentError` for a size that the margin does not allow."""
+
+
+@margins.register("none")
+@dataclass(frozen=True)
+class NoMargin(Margin):
+    r"""No margin: :math:`\psi = g`.
+
+    Args:
+        g: Angular function, by name or as an instance.
+
+    Example:
+        >>> NoMargin()(torch.tensor(0.5))
+        tensor(0.5000)
+    """
+
+    g: Angular = field(default_factory=Cosine)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "g", angular.create(self.g))
+
+    def psi(self, theta: Tensor, **m: Any) -> Tensor:
+        """Value of g."""
+        return self.g(theta)
+
+    def __call__(self, cosines: Tensor, **m: Any) -> Tensor:
+        """Value of g at the angles of these cosines."""
+        return self.g.of_cosine(cosines)
+
+
+@margins.register("multiplicative")
+@dataclass(frozen=True)
+class Multiplicative(Margin):
+    r"""Multiplicative angular margin of L-Softmax, A-Softmax and GA-Softmax, extended to decrease on [0, pi].
+
+    .. math:: \psi(\theta) = g(m\theta - k\pi) - 2k, \quad k = \lfloor m\theta/\pi \rfloor
+
+    For the cosine and an integer ``m`` it is evaluated as the Chebyshev polynomial of the cosine, so no angle is taken
+    and the slope is finite everywhere. ``m >= 1``; 1 is no margin. Values lie in [1 - 2m, 1].
+
+    Args:
+        g: Angular function, by name or as an instance.
+
+    Example:
+        >>> Multiplicative()(torch.tensor([1.0, 0.0, -1.0]), m=4)
         tensor([ 1., -3., -7.])
     """
-    check_range("m", m, 1)
-    c = at_least_float32(cosines)
-    if m == 1:
-        return c
-    if float(m).is_integer():
+
+    g: Angular = field(default_factory=Cosine)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "g", angular.create(self.g))
+
+    def check(self, **m: float) -> None:
+        """At least 1."""
+        check_range("m", m["m"], 1)
+
+    def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at angles."""
+        turns = (m * theta.detach() / math.pi).floor()
+        last = m.ceil() - 1 if isinstance(m, Tensor) else math.ceil(m) - 1
+        k = torch.minimum(turns.clamp(min=0), torch.as_tensor(last, dtype=turns.dtype, device=turns.device))
+        return self.g(m * theta - k * math.pi) - 2 * k
+
+    def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at the angles of these cosines."""
+        if isinstance(m, Tensor):
+            return self.psi(arccos(cosines), m=m)
+        if m == 1:
+            return self.g.of_cosine(cosines)
+        if not (isinstance(self.g, Cosine) and float(m).is_integer()):
+            return self.psi(arccos(cosines), m=m)
         # T_m by its recurrence; k counts the branch points cos(j pi / m) at or above c.
+        c = at_least_float32(cosines)
         previous, polynomial = torch.ones_like(c), c
-        for _ in range(int(m) - 1):
+        for _step in range(int(m) - 1):
             previous, polynomial = polynomial, 2 * c * polynomial - previous
         k = sum((c <= math.cos(j * math.pi / m)).to(c.dtype) for j in range(1, int(m)))
         return (1 - 2 * (k % 2)) * polynomial - 2 * k
-    theta = arccos(c)
-    k = (m * theta.detach() / math.pi).floor().clamp(0, math.ceil(m) - 1)
-    return (m * theta - k * math.pi).cos() - 2 * k
 
 
-def additive_angle(cosines: Tensor, m: float) -> Tensor:
-    r"""Additive angular margin of ArcFace, :math:`\psi(\theta) = \cos(\min(\theta + m, \pi))`.
-
-    Args:
-        cosines: Cosines to the own class, any shape.
-        m: Margin in radians, in [0, pi]; 0 is no margin.
-
-    Returns:
-        Target values in [-1, cos m], same shape, in float32 or wider.
+@margins.register("clipped-multiplicative")
+@dataclass(frozen=True)
+class ClippedMultiplicative(Margin):
+    r"""Multiplicative margin cut at the end: :math:`\psi(\theta) = \cos(\min(m\theta, \pi))`, :math:`m \ge 1`.
 
     Example:
-        >>> additive_angle(torch.tensor([1.0, 0.0, -1.0]), 0.5)
+        >>> ClippedMultiplicative()(torch.tensor([1.0, 0.0, -1.0]), m=1.5)
+        tensor([ 1.0000, -0.7071, -1.0000])
+    """
+
+    def check(self, **m: float) -> None:
+        """At least 1."""
+        check_range("m", m["m"], 1)
+
+    def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at angles."""
+        return (m * theta).clamp(max=math.pi).cos()
+
+    def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at the angles of these cosines."""
+        if not isinstance(m, Tensor) and m == 1:
+            return at_least_float32(cosines)
+        return self.psi(arccos(cosines), m=m)
+
+
+@margins.register("additive-cosine")
+@dataclass(frozen=True)
+class AdditiveCosine(Margin):
+    r"""Additive margin on the cosine: :math:`\psi(\theta) = \cos\theta - m`, :math:`m \ge 0`.
+
+    Example:
+        >>> AdditiveCosine()(torch.tensor([1.0, 0.0]), m=0.25)
+        tensor([ 0.7500, -0.2500])
+    """
+
+    def check(self, **m: float) -> None:
+        """At least 0."""
+        check_range("m", m["m"], 0)
+
+    def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at angles."""
+        return theta.cos() - m
+
+    def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at the angles of these cosines."""
+        return at_least_float32(cosines) - m
+
+
+@margins.register("additive-angle")
+@dataclass(frozen=True)
+class AdditiveAngle(Margin):
+    r"""Additive margin on the angle: :math:`\psi(\theta) = \cos(\theta + m)`, :math:`m \in [0, \pi]`.
+
+    Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there: ``"clip"`` stays at
+    -1 (decreasing and continuous), ``"fallback"`` is :math:`\cos\theta - m \sin m` (decreasing, with a step down),
+    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either).
+
+    Args:
+        beyond: ``"clip"``, ``"fallback"``, ``"raw"`` or ``"easy"``.
+
+    Example:
+        >>> AdditiveAngle()(torch.tensor([1.0, 0.0, -1.0]), m=0.5)
         tensor([ 0.8776, -0.4794, -1.0000])
     """
-    check_range("m", m, 0, math.pi)
-    c = at_least_float32(cosines)
-    if m == 0:
-        return c
-    return (arccos(c) + m).clamp(max=math.pi).cos()
+
+    beyond: str = "clip"
+
+    def __post_init__(self) -> None:
+        check_choice("beyond", self.beyond, BEYOND)
+
+    def check(self, **m: float) -> None:
+        """In [0, pi]."""
+        check_range("m", m["m"], 0, math.pi)
+
+    def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at angles."""
+        turned = theta + m
+        if self.beyond == "clip":
+            return turned.clamp(max=math.pi).cos()
+        if self.beyond == "fallback":
+            drop = m * (m.sin() if isinstance(m, Tensor) else math.sin(m))
+            return torch.where(turned < math.pi, turned.cos(), theta.cos() - drop)
+        if self.beyond == "easy":
+            return torch.where(theta < math.pi / 2, turned.cos(), theta.cos())
+        return turned.cos()
+
+    def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at the angles of these cosines."""
+        if not isinstance(m, Tensor) and m == 0:
+            return at_least_float32(cosines)
+        return self.psi(arccos(cosines), m=m)
+
+
+@margins.register("combined")
+@dataclass(frozen=True)
+class Combined(Margin):
+    r"""All three margins at once: :math:`\psi(\theta) = \cos(\min(m_1\theta + m_2, \pi)) - m_3`.
+
+    :math:`m_1 > 0` (below 1 only together with :math:`m_2`), :math:`m_2 \in [0, \pi]`, :math:`m_3 \ge 0`.
+
+    Example:
+        >>> Combined()(torch.tensor([1.0, 0.0]), m1=1.0, m2=0.3, m3=0.2)
+        tensor([ 0.7553, -0.4955])
+    """
+
+    def check(self, **m: float) -> None:
+        """The ranges above."""
+        check_range("m1", m["m1"], 0, open_low=True)
+        check_range("m2", m["m2"], 0, math.pi)
+        check_range("m3", m["m3"], 0)
+
+    def psi(self, theta: Tensor, **m: Any) -> Tensor:
+        """Target value at angles, with ``m1``, ``m2`` and ``m3``."""
+        return (m["m1"] * theta + m["m2"]).clamp(max=math.pi).cos() - m["m3"]
+
+
+@margins.register("adaptive")
+@dataclass(frozen=True)
+class Adaptive(Margin):
+    r"""AdaFace's margin, from an angular to a cosine margin with the quality :math:`z \in [-1, 1]` of the sample.
+
+    .. math:: \psi(\theta) = \cos(\mathrm{clip}(\theta - m z, 0, \pi)) - (m + m z)
+
+    Example:
+        >>> Adaptive()(torch.tensor([0.0, 0.0]), m=0.4, z=torch.tensor([0.0, -1.0]))
+        tensor([-0.4000, -0.3894])
+    """
+
+    def check(self, **m: float) -> None:
+        """In [0, pi]."""
+        check_range("m", m["m"], 0, math.pi)
+
+    def psi(self, theta: Tensor, *, m: Parameter, z: Parameter = 0.0, **_: Any) -> Tensor:
+        """Target value at angles."""
+        shift = m * z
+        return (theta - shift).clamp(0, math.pi).cos() - (m + shift)
+
+
+@margins.register("circle")
+@dataclass(frozen=True)
+class Circle(Margin):
+    r"""Circle loss' target: :math:`\alpha (\cos\theta - (1 - m))`, :math:`\alpha = [1 + m - \cos\theta]_+`.
+
+    The bracket counts as a constant: slopes are those of training, with it held fixed.
+
+    Example:
+        >>> Circle()(torch.tensor([1.0, 0.0]), m=0.25)
+        tensor([ 0.0625, -0.9375])
+    """
+
+    def check(self, **m: float) -> None:
+        """In [0, 1]."""
+        check_range("m", m["m"], 0, 1)
+
+    def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at angles."""
+        return self(theta.cos(), m=m)
+
+    def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:
+        """Target value at the angles of these cosines."""
+        c = at_least_float32(cosines)
+        return (1 + m - c.detach()).relu() * (c - 1 + m)

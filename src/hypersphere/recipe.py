@@ -14,6 +14,7 @@ import os
 import re
 import types
 import typing
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -278,7 +279,9 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
     recipe = recipe.model_copy(update=updates)
     recipe._places = places
     # Heads and energies are cheap to build: ranges are checked now, not after the data has been loaded.
-    recipe.build(losses, ("loss",), 2, 2)
+    # A list holds one number for each class; the data will tell whether there are as many.
+    classes = next((len(value) for value in recipe.loss.options.values() if isinstance(value, list)), 2)
+    recipe.build(losses, ("loss",), 2, max(classes, 1))
     for index in range(len(recipe.regularisers)):
         recipe.build(energies, ("regularisers", index))
     return recipe
@@ -455,7 +458,10 @@ def _resolve(
         return part
     model = _options_model(entry)
     try:
-        options = model.model_validate(part.options).model_dump()
+        options = model.model_validate(registry.canonical(part.options)).model_dump()
+    except ArgumentError as error:
+        mistakes.append(_describe(places, (*location, error.argument), str(error)))
+        return part
     except pydantic.ValidationError as error:
         own = [name for name in type(part).model_fields if name != "name"]
         mistakes += _explain(error, model, part.options, places, location, extra_keys=own)
@@ -470,13 +476,21 @@ def _options_model(entry: Entry[Any]) -> type[BaseModel]:
         for option in entry.options
     }
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    return pydantic.create_model(entry.name, __config__=config, **fields)
+    with warnings.catch_warnings():
+        # An option may be called like one of pydantic's own methods; nothing here calls those.
+        warnings.filterwarnings("ignore", message="Field name .* shadows an attribute")
+        return pydantic.create_model(entry.name, __config__=config, **fields)
+
+
+def _member_types(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type that an annotation is."""
+    union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if union else (annotation,)
 
 
 def _module_type(annotation: Any) -> type[nn.Module] | None:
     """The module class an option takes (an annealer, say), if it takes one."""
-    candidates = typing.get_args(annotation) or (annotation,)
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, nn.Module)), None)
+    return next((c for c in _member_types(annotation) if isinstance(c, type) and issubclass(c, nn.Module)), None)
 
 
 def _field_type(annotation: Any) -> Any:
@@ -485,8 +499,8 @@ def _field_type(annotation: Any) -> Any:
     if module is None:
         return annotation
     nested = _options_model(Entry(module.__name__, module, (), ()))
-    optional = types.NoneType in typing.get_args(annotation)
-    return nested | None if optional else nested
+    others = [m for m in _member_types(annotation) if not (isinstance(m, type) and issubclass(m, nn.Module))]
+    return typing.Union[(*others, nested)]
 
 
 def _explain(
@@ -499,8 +513,10 @@ def _explain(
 ) -> list[str]:
     """One readable line for each mistake that pydantic found."""
     lines = []
-    for item in error.errors():
-        location = item["loc"] if item["type"] in ("missing", "invalid_key") else _existing(item["loc"], content)
+    for item in _relevant(error.errors(), content):
+        location = item["loc"] if item["type"] == "invalid_key" else _existing(item["loc"], content)
+        if item["type"] == "missing":  # a key that is not there, in a section that may be one of several types
+            location = (*_existing(item["loc"][:-1], content), *item["loc"][-1:])
         if item["type"] == "extra_forbidden":
             allowed = [*_fields(model, item["loc"][:-1]), *extra_keys]
             word = str(item["loc"][-1])
@@ -513,6 +529,30 @@ def _explain(
             text = text.removeprefix("input ")
         lines.append(_describe(places, (*prefix, *location), text))
     return list(dict.fromkeys(lines))
+
+
+_PLAIN = ("int_type", "float_type", "string_type", "bool_type")
+"""Pydantic's mistakes of values that are none of a plain type."""
+
+
+def _relevant(errors: Sequence[Any], content: Mapping[str, Any]) -> list[Any]:
+    """The mistakes without those of the other members of a union: of a number or a section, what was meant counts."""
+    found: dict[Location, Any] = {}
+    for item in errors:
+        key = (
+            (item["type"], *item["loc"])
+            if item["type"] in ("missing", "extra_forbidden")
+            else _existing(item["loc"], content)
+        )
+        field = item["loc"][:1]
+        section = isinstance(content.get(str(field[0])) if field else None, Mapping)
+        in_section = len(item["loc"]) > 2 or (len(item["loc"]) == 2 and item["type"] in ("missing", "extra_forbidden"))
+        if section and not in_section and any(len(other["loc"]) > 2 and other["loc"][:1] == field for other in errors):
+            continue
+        if item["type"] in _PLAIN and found.get(key, item)["type"] in _PLAIN:
+            key = (*key, item["type"])  # a number or a text, say: both are worth telling
+        found.setdefault(key, item)
+    return list(found.values())
 
 
 def _existing(loc: Location, content: Any) -> Location:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -79,14 +79,14 @@ class Entry(Generic[T]):
     @property
     def options(self) -> tuple[Option, ...]:
         """The options a user may set, in the order of the signature."""
-        target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
-        hints = get_type_hints(target, include_extras=True)
-        texts = _argument_help(inspect.getdoc(self.factory) or "")
-        return tuple(
-            Option(p.name, hints.get(p.name, Any), p.default, texts.get(p.name, ""))
-            for p in inspect.signature(self.factory).parameters.values()
-            if p.name not in self.positional and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        )
+        own = _options(self.factory, self.positional)
+        names = {option.name for option in own}
+        shared = getattr(self.factory, "shared_options", ())
+        # A class that passes **options on takes the shared options of the class that defines them, too.
+        for parent in getattr(self.factory, "__mro__", ())[1:]:
+            if "shared_options" in vars(parent):
+                own += tuple(o for o in _options(parent, self.positional) if o.name in shared and o.name not in names)
+        return own
 
     def check(self, options: Iterable[str]) -> None:
         """Raise :class:`ArgumentError` for the first option that the factory does not take."""
@@ -106,7 +106,8 @@ class Registry(Generic[T]):
 
     Args:
         family: What the entries are called, in the singular (``"loss"``).
-        positional: Names of the leading arguments that the calling code supplies.
+        positional: Names of the arguments that the calling code supplies, which are no options.
+        option_aliases: Other names of options that every entry understands.
 
     Example:
         >>> shapes = Registry[float]("shape")
@@ -121,9 +122,12 @@ class Registry(Generic[T]):
         hypersphere.registry.UnknownNameError: unknown shape 'circel'. Did you mean 'circle'? Known: unit-circle
     """
 
-    def __init__(self, family: str, positional: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, family: str, positional: tuple[str, ...] = (), option_aliases: Mapping[str, str] | None = None
+    ) -> None:
         self.family = family
         self.positional = positional
+        self.option_aliases = dict(option_aliases or {})
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
 
@@ -161,11 +165,34 @@ class Registry(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def canonical(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options under their own names."""
+        found: dict[str, Any] = {}
+        for given, value in options.items():
+            option = self.option_aliases.get(given, given)
+            if option in found:
+                raise ArgumentError(given, f"is another name of {option!r}: give one of them")
+            found[option] = value
+        return found
+
     def create(self, name: str, *args: Any, **options: Any) -> T:
         """Build the entry called ``name``; ``args`` are the family's positional arguments."""
         entry = self[name]
+        options = self.canonical(options)
         entry.check(option for option in options if option not in self.positional)
         return entry.factory(*args, **options)
+
+
+def _options(factory: Callable[..., Any], hidden: tuple[str, ...]) -> tuple[Option, ...]:
+    """The options in a factory's own signature."""
+    target = factory.__init__ if inspect.isclass(factory) else factory
+    hints = get_type_hints(target, include_extras=True)
+    texts = _argument_help(inspect.getdoc(factory) or "")
+    return tuple(
+        Option(p.name, hints.get(p.name, Any), p.default, texts.get(p.name, ""))
+        for p in list(inspect.signature(target).parameters.values())[inspect.isclass(factory) :]
+        if p.name not in hidden and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
 
 
 def _argument_help(doc: str) -> dict[str, str]:

@@ -1,8 +1,91 @@
 """Classification heads: modules that own the class centres and turn features and labels into a loss."""
 
-from hypersphere.losses.annealing import LambdaAnnealer
-from hypersphere.losses.heads import ArcFace, ASoftmax, MarginSoftmax, Softmax, create, losses
+from hypersphere.losses.head import MarginSize, MarginSoftmax, create, losses
+from hypersphere.losses.members import (
+    AdaFace,
+    ArcFace,
+    ASoftmax,
+    CircleLoss,
+    CombinedMargin,
+    CosFace,
+    CurricularFace,
+    GASoftmax,
+    Hinge,
+    LSoftmax,
+    MagFace,
+    MSoftmax,
+    NormFace,
+    Softmax,
+    SphereFace2,
+    SphereFacePlus,
+    SphereFaceR,
+    SSoftmax,
+    SubcenterArcFace,
+    WSoftmax,
+)
+from hypersphere.losses.memory import MemoryEstimate, memory_estimate
+from hypersphere.losses.pairs import CenterLoss, Contrastive, TripletLoss, circle_pairs, contrastive, triplet
+from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
+from hypersphere.losses.theory import (
+    adacos_scale,
+    angular_margin,
+    binary_margin,
+    largest_cosine_margin,
+    m_min,
+    magface_minimum_weight,
+    reachable_probability,
+    softmax_bound,
+    suggest_scale,
+)
 
 SphereFace = ASoftmax
+AMSoftmax = CosFace
 
-__all__ = ["ASoftmax", "ArcFace", "LambdaAnnealer", "MarginSoftmax", "Softmax", "SphereFace", "create", "losses"]
+__all__ = [
+    "AMSoftmax",
+    "ASoftmax",
+    "AdaFace",
+    "ArcFace",
+    "CenterLoss",
+    "CircleLoss",
+    "CombinedMargin",
+    "Contrastive",
+    "CosFace",
+    "CurricularFace",
+    "GASoftmax",
+    "Hinge",
+    "LSoftmax",
+    "LambdaAnnealer",
+    "MSoftmax",
+    "MagFace",
+    "MarginSize",
+    "MarginSoftmax",
+    "MemoryEstimate",
+    "NormFace",
+    "Ramp",
+    "SSoftmax",
+    "Schedule",
+    "Softmax",
+    "SphereFace",
+    "SphereFace2",
+    "SphereFacePlus",
+    "SphereFaceR",
+    "SubcenterArcFace",
+    "TripletLoss",
+    "WSoftmax",
+    "adacos_scale",
+    "angular_margin",
+    "binary_margin",
+    "circle_pairs",
+    "contrastive",
+    "create",
+    "largest_cosine_margin",
+    "losses",
+    "m_min",
+    "magface_minimum_weight",
+    "memory_estimate",
+    "reachable_probability",
+    "softmax_bound",
+    "suggest_scale",
+    "triplet",
+]

@@ -135,12 +135,16 @@ class Step:
             averages, decay = self.averages
             torch._foreach_lerp_(list(averages), [p.detach() for p in self.objective.parameters()], 1 - decay)
         weights = [[p.detach() for p in group["params"]] for group in self.optimiser.param_groups]
-        self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([get_total_norm(group) for group in weights])]))
+        self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([self._norm(group) for group in weights])]))
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Norm of all of them; of none, as in a head that trains no weights, 0 on the step's device."""
+        return get_total_norm(tensors) if tensors else torch.zeros((), device=self.device)
 
     def _clip(self) -> Tensor:
         """Gradient norms by parameter group, before the whole gradient is scaled down to ``clip_norm``."""
         members = [[p for p in group["params"] if p.grad is not None] for group in self.optimiser.param_groups]
-        norms = torch.stack([get_total_norm([p.grad for p in group]) for group in members])
+        norms = torch.stack([self._norm([p.grad for p in group if p.grad is not None]) for group in members])
         if self.clip_norm is not None:
             everything = [p for group in members for p in group]
             clip_grads_with_norm_(everything, self.clip_norm, torch.linalg.vector_norm(norms))

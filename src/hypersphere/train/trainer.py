@@ -287,7 +287,7 @@ class Trainer:
         factor = learning_rate(self.recipe.schedule, train.steps, self.step_number)
         for group in self._step.optimiser.param_groups:
             group["lr"].fill_(group["base_lr"] * factor)
-        self._runner.run(self.step_number)
+        self._run_step()
         self._history[self._recorded].copy_(self._step.record, non_blocking=True)
         self._recorded += 1
         self.step_number += 1
@@ -312,6 +312,16 @@ class Trainer:
                 f"stopped after step {self.step_number}; go on with `hypersphere resume {self.run.path}`",
                 self._stop_signal,
             )
+
+    def _run_step(self) -> None:
+        try:
+            self._runner.run(self.step_number)
+        except ArgumentError as error:  # on a CPU the head looks at its features
+            if error.argument != "features":
+                raise
+            if self.world.size == 1:
+                self._collect()  # an earlier step may be where it began
+            raise self._diverged(self.step_number + 1, "the features became non-finite", ["model"]) from error
 
     def _train_mode(self) -> None:
         self.model.train()
@@ -429,7 +439,7 @@ class Trainer:
             unseen_features, unseen_labels = None, None
             if unseen is not None:
                 unseen_features, _, unseen_labels = self._extract(unseen)
-            weight = self.head.weight.detach().float().clone()
+            weight = self.head.class_vectors.float().clone()
         return Outputs(features, logits, labels, weight, unseen_features, unseen_labels)
 
     @torch.no_grad()

@@ -1,0 +1,173 @@
+"""The ``hypersphere plot`` commands."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hypersphere import losses, recipe
+from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.losses import LambdaAnnealer, MarginSoftmax
+from hypersphere.margins import NoMargin
+from hypersphere.train import RunFolder, Trainer, pick_device
+
+plot_app = typer.Typer(
+    help="Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SELECTION = (
+    "w-softmax",
+    "a-softmax:m=2",
+    "ga-softmax:g=linear,m=2",
+    "cosface",
+    "arcface",
+    "combined",
+    "sphereface-r:version=v2",
+)
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write: .png, .svg or .pdf")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="option of every named loss that has it, e.g. m=0.3"),
+]
+Norm = Annotated[float, typer.Option(help="feature norm at which losses that keep it are drawn")]
+
+
+@plot_app.command("margins")
+def plot_margins(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="LOSS", help="names of losses, each with its own options if need be: a-softmax:m=4"),
+    ] = None,
+    output: Output = None,
+    option: Options = None,
+    weight: Annotated[
+        float | None, typer.Option("--lambda", help="weight of the plain cosine: draws the annealed curves, too")
+    ] = None,
+    norm: Norm = 30.0,
+) -> None:
+    """Draw target functions, logits and decision boundaries of losses, with their angular margins."""
+    plots = _plots()
+    heads = {}
+    for label, head in _heads(names or SELECTION, option or ()):
+        heads[label] = head if weight is None else plots.annealed(head, weight)
+    _write(plots.margins(heads, norm=norm), output or Path("margins.png"))
+
+
+@plot_app.command("gradients")
+def plot_gradients(output: Output = None) -> None:
+    """Draw how the gradients "exact", "cgd" and "caffe" differ, for A-Softmax and ArcFace."""
+    _write(_plots().gradients(), output or Path("gradients.png"))
+
+
+@plot_app.command("schedule")
+def plot_schedule(
+    name: Annotated[str, typer.Argument(metavar="LOSS", help="a loss, with options: a-softmax:m=3")] = "a-softmax",
+    output: Output = None,
+    steps: Annotated[int, typer.Option(help="last training step of the picture")] = 20_000,
+    base: Annotated[float, typer.Option(help="the annealer's start value")] = 1000.0,
+    gamma: Annotated[float, typer.Option(help="speed of its decay per step")] = 0.12,
+    power: Annotated[float, typer.Option(help="exponent of its decay")] = 1.0,
+    minimum: Annotated[float, typer.Option(help="its lowest value")] = 5.0,
+    norm: Norm = 30.0,
+) -> None:
+    """Draw an annealer's weight over the training steps and the angular margin in force."""
+    ((_, head),) = _heads([name], ())
+    annealer = LambdaAnnealer(base=base, gamma=gamma, power=power, minimum=minimum)
+    _write(_plots().schedule(head, annealer, steps, norm=norm), output or Path("schedule.png"))
+
+
+@plot_app.command("features")
+def plot_features(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of runs, side by side")],
+    output: Output = None,
+) -> None:
+    """Draw the test features of runs on the circle or sphere, and the angles of pairs of them."""
+    folders = [RunFolder.open(run).path for run in runs]
+    default = folders[0] / "features.png" if len(folders) == 1 else Path("features.png")
+    _write(_plots().features(folders), output or default)
+
+
+@plot_app.command("hardness")
+def plot_hardness(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    output: Output = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    data_root: Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")] = None,
+) -> None:
+    """Draw how hard the test samples of a run are, against confidence and norm, and the cosines between classes."""
+    folder = RunFolder.open(run)
+    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
+    trainer.load_weights()
+    figure = _plots().hardness(trainer.outputs(), trainer.data.class_names, str(folder.facts()["name"]))
+    _write(figure, output or folder.path / "hardness.png")
+
+
+def _plots() -> types.ModuleType:
+    """The drawing functions; matplotlib is slow to import and no other command needs it."""
+    try:
+        return import_module("hypersphere.plot")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        raise HypersphereError(
+            'pictures need matplotlib, which is not installed: pip install "hypersphere[workbench]"'
+        ) from error
+
+
+def _write(figure: Any, output: Path) -> None:
+    typer.echo(f"Wrote {_plots().save(figure, output)}")
+
+
+def _heads(names: Sequence[str], shared: Sequence[str]) -> list[tuple[str, MarginSoftmax]]:
+    """Label and head of each ``NAME`` or ``NAME:key=value,key=value``, with shared options where a loss has them."""
+    for option in shared:
+        if "=" not in option:
+            raise ArgumentError("option", f"must be KEY=VALUE, got {option!r}")
+    found: dict[str, MarginSoftmax] = {}
+    used: set[str] = set()
+    for spec in names:
+        name, _, text = spec.partition(":")
+        entry = losses.losses[name]
+        own = re.split(r",(?=\w+=)", text) if text else []
+        known = {*(o.name for o in entry.options), *losses.losses.option_aliases}
+        common = [option for option in shared if option.partition("=")[0] in known]
+        used.update(common)
+        given = [*common, *own]
+        head = _head(entry.name, given)
+        label = _label(entry.name, head, given)
+        if label in found:
+            raise ArgumentError("losses", f"must differ, got {spec!r} twice")
+        found[label] = head
+    for option in shared:
+        if option not in used:
+            raise ArgumentError("option", f"{option!r} is of none of the losses {', '.join(names)}")
+    return list(found.items())
+
+
+def _head(name: str, options: Sequence[str]) -> MarginSoftmax:
+    """A head of two classes in the plane; options are checked as those of a recipe."""
+    plan = recipe.load("digits-softmax", [f"loss.name={name}", *(f"loss.{option}" for option in options)])
+    head: MarginSoftmax = plan.build(losses.losses, ("loss",), 2, 2)
+    if type(head).forward is not MarginSoftmax.forward:
+        raise ArgumentError("losses", f"must have a target function psi(theta): {name!r} compares pairs of features")
+    return head
+
+
+def _label(name: str, head: MarginSoftmax, options: Sequence[str]) -> str:
+    """The name with the given options and the margins."""
+    shown = dict(option.split("=", 1) for option in options)
+    if type(head.psi_function) is not NoMargin:  # a subclass says that the margin is elsewhere
+        for key in head._margin_names:
+            size = getattr(head, key)
+            if isinstance(size, float):
+                shown.setdefault(key, f"{size:g}")
+    return f"{name} ({', '.join(f'{key}={value}' for key, value in shown.items())})" if shown else name
