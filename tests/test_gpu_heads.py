@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import hypersphere as hs
 from hypersphere.errors import ArgumentError
+from hypersphere.losses import head as head_module
 from hypersphere.losses import losses
 from hypersphere.losses.negatives import Plain
 from hypersphere.losses.streaming import class_statistics
@@ -71,7 +72,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_autocast_stays_close_to_float32_and_waits_for_nothing(name, path):
+def test_autocast_stays_close_to_float32_and_waits_for_nothing(name, path, monkeypatch):
+    monkeypatch.setattr(head_module, "CAN_COMPILE", False)  # the plain code, which is also much faster to test
     x, y = batch()
     found = {}
     for enabled in (False, True):
@@ -124,8 +126,9 @@ def test_well_classified_samples_keep_their_loss(path, cosine):
         ("a-softmax", {"path": "chunked", "annealer": hs.losses.LambdaAnnealer(), "gradient": "caffe"}),
     ],
 )
-def test_a_step_is_captured(name, options):
+def test_a_step_is_captured(name, options, monkeypatch):
     """A replayed step gives the loss and the gradients of the plain one."""
+    monkeypatch.setattr(head_module, "CAN_COMPILE", False)
     x, y = batch()
     head = build(name, **options)
     leaf = x.clone().requires_grad_()

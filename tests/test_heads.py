@@ -8,11 +8,13 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import hypersphere as hs
 from hypersphere import recipe
@@ -1047,3 +1049,26 @@ def test_schedules_are_part_of_the_head():
     assert {"m.steps", "annealer.steps"} <= set(head.state_dict())
     assert all(isinstance(part, Schedule) for part in head.children())
     assert "milestones=(2, 5)" in repr(head) and "gamma=0.12" in repr(head)
+
+
+class FromHost(TorchFunctionMode):
+    """Refuses what would make a GPU wait: tensors made of numbers of the host, and numbers read off tensors."""
+
+    FORBIDDEN: ClassVar = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.Tensor.item, torch.nonzero}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in self.FORBIDDEN, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_a_step_takes_nothing_from_the_host(name, options, path):
+    head = build(name, **options, **on_path(name, path))
+    with FromHost():
+        head(features().requires_grad_(), Y).backward()
+
+
+def test_the_host_is_noticed():
+    with pytest.raises(AssertionError), FromHost():
+        torch.as_tensor(1.0)

@@ -147,8 +147,9 @@ class Multiplicative(Margin):
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
         """Target value at angles."""
         turns = (m * theta.detach() / math.pi).floor()
-        last = m.ceil() - 1 if isinstance(m, Tensor) else math.ceil(m) - 1
-        k = torch.minimum(turns.clamp(min=0), torch.as_tensor(last, dtype=turns.dtype, device=turns.device))
+        # No tensor is made of a number here: on a GPU that would be a copy to wait for.
+        last = torch.minimum(turns, m.ceil() - 1) if isinstance(m, Tensor) else turns.clamp(max=math.ceil(m) - 1)
+        k = last.clamp(min=0)
         return self.g(m * theta - k * math.pi) - 2 * k
 
     def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:

@@ -885,7 +885,8 @@ def _angular(g: str | angular.Angular, k: float) -> angular.Angular:
 
 def _as_column(value: Parameter, like: Tensor) -> Tensor:
     """A rule's parameter as a scalar tensor or a column ``(B, 1)``."""
-    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
+    # Filled on the device: a copy from the host would be waited for.
+    tensor = value.detach().to(like.dtype) if isinstance(value, Tensor) else like.new_full((), value)
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 

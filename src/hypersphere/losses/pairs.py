@@ -87,8 +87,11 @@ def circle_pairs(
         cosines = cosine_matrix(features, features)
     same = labels.unsqueeze(0) == labels.unsqueeze(1)
     # Each pair once for the whole batch; every other sample for an anchor.
-    considered = torch.ones_like(same).triu(1) if pairs == "batch" else ~torch.eye(len(labels), dtype=torch.bool)
-    considered = considered.to(same.device)
+    considered = (
+        torch.ones_like(same).triu(1)
+        if pairs == "batch"
+        else ~torch.eye(len(labels), dtype=torch.bool, device=same.device)
+    )
     own = -s * (1 + m - cosines.detach()).relu() * (cosines - 1 + m)
     other = s * (cosines.detach() + m).relu() * (cosines - m)
     lowest = torch.finfo(cosines.dtype).min / 4
