@@ -167,6 +167,18 @@ TOP = "name, help, seed, data, model, loss, regularisers, optimiser, schedule, t
             id="nesterov",
         ),
         pytest.param(
+            "loss:\n  name: cosface\n  reduction: none\n",
+            3,
+            "loss.reduction must be 'mean' or 'sum' for training",
+            id="no single loss",
+        ),
+        pytest.param(
+            "loss:\n  name: cosface\n  sample_rate: 0.5\n  sparse: true\n",
+            4,
+            "loss.sparse must be false",
+            id="sparse gradient",
+        ),
+        pytest.param(
             "schedule:\n  warmup: 11\ntrain:\n  steps: 10\n",
             2,
             "schedule.warmup must not exceed train.steps = 10, got 11",

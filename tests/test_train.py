@@ -253,6 +253,15 @@ def test_the_term_that_diverges_is_named(tmp_path):
         trainer(tmp_path / "run", plan(), Spoil()).fit()
 
 
+def test_the_schedule_of_a_margin_is_logged(tmp_path):
+    ramp = "loss.m={start: 0, end: 0.4, length: 8}"
+    steps = ["train.steps=4", "train.log_every=2", "schedule.warmup=0"]
+    chosen = plan(*steps, "loss.name=cosface", "loss.s=10", ramp, "regularisers=[]")
+    trainer(tmp_path / "run", chosen).fit()
+    rows = [row for row in RunFolder.open(tmp_path / "run").rows() if row["split"] == "train"]
+    assert [row["m"] for row in rows] == pytest.approx([0.1, 0.2])
+
+
 def test_moving_averages_are_what_is_evaluated(tmp_path):
     chosen = plan("train.steps=6", "train.checkpoint_every=6", "regularisers=[]")
     seen: list[list[torch.Tensor]] = []

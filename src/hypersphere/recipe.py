@@ -297,6 +297,12 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
         found.append(_describe(places, ("schedule", "milestones"), f"must increase, got {list(schedule.milestones)}"))
     if recipe.optimiser.nesterov and not recipe.optimiser.momentum:
         found.append(_describe(places, ("optimiser", "nesterov"), "needs optimiser.momentum above 0"))
+    if recipe.loss.options.get("reduction") == "none":
+        message = "must be 'mean' or 'sum' for training, which needs one number, got 'none'"
+        found.append(_describe(places, ("loss", "reduction"), message))
+    if recipe.loss.options.get("sparse"):
+        message = "must be false: the trainer's optimisers take dense gradients (hypersphere.optim.RowSGD takes both)"
+        found.append(_describe(places, ("loss", "sparse"), message))
     if schedule.warmup > steps:
         message = f"must not exceed train.steps = {steps}, got {schedule.warmup}"
         found.append(_describe(places, ("schedule", "warmup"), message))

@@ -516,6 +516,16 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         schedules = {name: getattr(self, name) for name in (*self._margin_names, "annealer")}
         return {name: schedule.advance() for name, schedule in schedules.items() if isinstance(schedule, Schedule)}
 
+    def schedules(self) -> dict[str, float]:
+        """Where the schedules stand: ``lambda`` of the annealer, and each margin that has one.
+
+        Example:
+            >>> create("cosface", 8, 3, m=Ramp(0.0, 0.4, length=100)).schedules()
+            {'m': 0.0}
+        """
+        named = {name: getattr(self, name) for name in self._margin_names} | {"lambda": self.annealer}
+        return {name: float(found.value()) for name, found in named.items() if isinstance(found, Schedule)}
+
     def _margins(
         self, norms: Tensor, labels: Tensor | None, steps: Steps, valid: Tensor | None = None
     ) -> dict[str, Any]:

@@ -28,11 +28,16 @@ MAX_CURVE_POINTS = 1000
 MAX_PAIR_FEATURES = 1000
 BIN_DEGREES = 2
 NORMS = ("grad_norm/", "weight_norm/")
-NOT_TERMS = {"step", "split", "total", "lr", "lambda"}
+SCHEDULED = {"lr", "lambda", "m", "m1", "m2", "m3"}
+NOT_TERMS = {"step", "split", "total", *SCHEDULED}
 CURVE_TITLES = {
     "total": "Total loss",
     "lr": "Learning rate",
     "lambda": "Annealing λ",
+    "m": "Margin m",
+    "m1": "Margin m1",
+    "m2": "Margin m2",
+    "m3": "Margin m3",
     "accuracy": "Test accuracy (%)",
     "mean_angle": "Mean test angle to own centre (°)",
     "min_centre_angle": "Smallest angle between class centres (°)",
@@ -128,7 +133,7 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     losses = ["total"] if "total" in train_keys else []
     if len(terms) > 1 or not losses:  # a single term is the total
         losses += terms
-    others = [key for key in train_keys if key in ("lr", "lambda") or key.startswith(NORMS)]
+    others = [key for key in train_keys if key in SCHEDULED or key.startswith(NORMS)]
     tests = [key for key in test_keys if key not in ("step", "split")]
     return (
         [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]

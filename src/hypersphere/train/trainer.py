@@ -374,8 +374,7 @@ class Trainer:
         row["total"] = sum(values[term] for term in self.terms)
         row |= values
         row["lr"] = float(self._step.optimiser.param_groups[0]["lr"])
-        if self.head.annealer is not None:
-            row["lambda"] = float(self.head.annealer.value())
+        row |= self.head.schedules()
         self._pending = []
         self._write("on_log", row)
 
