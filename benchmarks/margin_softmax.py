@@ -313,7 +313,7 @@ def measure(
                     mean=value,
                     interval=None,
                     seeds=(0,),
-                    command="python benchmarks/margin_softmax.py",
+                    command="python benchmarks/margin_softmax.py" + ("" if gpu else " --device cpu"),
                     version=code_version(),
                     hardware=hardware,
                     date=datetime.datetime.now(datetime.UTC).date().isoformat(),
