@@ -382,8 +382,8 @@ def test_an_incomplete_set_names_what_it_lacks(tmp_path, rng):
 
 
 def test_unknown_names_and_options_are_answered_with_the_nearest():
-    with pytest.raises(UnknownNameError, match=r"unknown dataset 'cifar-10'. Did you mean 'cifar10'\?"):
-        load("cifar-10")
+    with pytest.raises(UnknownNameError, match=r"unknown dataset 'cifar-11'. Did you mean 'cifar10'\?"):
+        load("cifar-11")
     with pytest.raises(ArgumentError, match=r"test_fracton is not an option of 'digits'. Did you mean 'test_fraction'"):
         load("digits", test_fracton=0.5)
     with pytest.raises(ArgumentError, match="labels must be one of 'fine', 'coarse', got 'medium'"):

@@ -1,6 +1,7 @@
 """Heads: the options that every member shares, bad input, and numbers at the edges."""
 
 import copy
+import inspect
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,16 @@ from torch.overrides import TorchFunctionMode
 import hypersphere as hs
 from hypersphere import recipe
 from hypersphere.errors import ArgumentError
-from hypersphere.losses import LambdaAnnealer, MarginSoftmax, Ramp, Schedule, losses, memory_estimate, suggest_scale
+from hypersphere.losses import (
+    LambdaAnnealer,
+    MarginSoftmax,
+    Ramp,
+    Schedule,
+    losses,
+    memory_estimate,
+    streaming,
+    suggest_scale,
+)
 from hypersphere.losses.streaming import CHUNK_ELEMENTS
 from hypersphere.registry import UnknownNameError
 
@@ -124,7 +135,7 @@ def test_a_margin_for_each_class_is_that_of_the_sample(name, option):
         # Its offset begins at the middle of the margins; here only the margin is compared.
         heads = [build(name, **{option: float(wanted[y])}) for y in Y]
         for other in heads:
-            other.offset.data.copy_(head.offset.data)
+            other.common_bias.data.copy_(head.common_bias.data)
         expected = torch.stack([per_sample(other, x, Y)[i] for i, other in enumerate(heads)])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, build(name, **{option: low}, reduction="none").eval()(x, Y), atol=1e-4)
@@ -403,12 +414,12 @@ def test_a_learned_scale(name, path):
     values = []
     for delta in (step, -step):
         other = copy.deepcopy(head)
-        other.scale.data.fill_(4.0 + delta)
+        other.learned_scale.data.fill_(4.0 + delta)
         values.append(float(other(x, Y).detach()))
-    assert float(head.scale.grad) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2, abs=1e-5)
-    assert "s=learned" in repr(head)
+    assert float(head.learned_scale.grad) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2, abs=1e-5)
+    assert "s=4 (learned)" in repr(head)
     for low in (0.0, -5.0):
-        head.scale.data.fill_(low)
+        head.learned_scale.data.fill_(low)
         torch.testing.assert_close(head.logits(x), 0.01 * head.cosines(x))
         assert head(x, Y).isfinite()
     with pytest.raises(ArgumentError, match=r"^learn_scale needs s"):
@@ -586,7 +597,7 @@ def test_memory_estimate():
         sizes = {"batch": 1, "classes": 1, "dim": 1, argument: 0}
         with pytest.raises(ArgumentError, match=f"^{argument} must be at least 1, got 0$"):
             memory_estimate(**sizes)
-    with pytest.raises(ArgumentError, match=r"^path must be one of 'chunked', 'dense', got 'auto'$"):
+    with pytest.raises(ArgumentError, match=r"^path must be one of 'chunked', 'compiled', 'dense', got 'auto'$"):
         memory_estimate(1, 1, 1, path="auto")
     with pytest.raises(ArgumentError, match=r"^sample_rate must be greater than 0 and at most 1, got 0$"):
         memory_estimate(1, 1, 1, sample_rate=0)
@@ -1072,3 +1083,157 @@ def test_a_step_takes_nothing_from_the_host(name, options, path):
 def test_the_host_is_noticed():
     with pytest.raises(AssertionError), FromHost():
         torch.as_tensor(1.0)
+
+
+# ------------------------------------------------------------------------------------------------ findings
+
+
+@pytest.mark.parametrize("gradient", ["exact", "cgd", "caffe"])
+@pytest.mark.parametrize("version", ["C", "A", "M"])
+def test_the_bias_of_binary_problems_has_the_gradient_of_a_bias(version, gradient):
+    """By central differences: it is added to every logit, whatever the gradient of the margin."""
+    head = hs.losses.SphereFace2(6, 5, version=version, gradient=gradient, loss_weight=1.0).double()
+    x = features().double()
+    head(x, Y).backward()
+    values = []
+    for delta in (1e-4, -1e-4):
+        other = copy.deepcopy(head)
+        other.common_bias.data.add_(delta)
+        values.append(float(other(x, Y).detach()))
+    assert float(head.common_bias.grad) == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-5)
+
+
+def test_evaluation_of_a_sampled_head_compares_with_all_classes_in_chunks(monkeypatch):
+    head = hs.losses.CosFace(4, 40_000, sample_rate=0.01)
+    assert head.path == "dense" and head.eval().path == "chunked"
+    plus = hs.losses.SphereFacePlus(4, 40_000, sample_rate=0.01)
+    seen = []
+    original = streaming._dense
+    monkeypatch.setattr(streaming, "_dense", lambda *args: seen.append(len(args[1])) or original(*args))
+    plus(torch.randn(3, 4), torch.tensor([1, 2, 3]))
+    assert seen == [400]  # the energy, of all classes, was not dense
+
+
+def test_an_ignored_sample_draws_no_class():
+    torch.manual_seed(0)
+    head = hs.losses.CosFace(4, 1000, sample_rate=0.01)
+    labels, valid = torch.tensor([0, 0, 7]), torch.tensor([False, False, True])
+    drawn = torch.cat([head.sample(labels, valid=valid) for _ in range(50)])
+    assert (drawn == 7).sum() == 50 and (drawn == 0).sum() < 5
+    assert head(torch.randn(3, 4), torch.tensor([-100, -100, 7])).isfinite()
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_two_losses_of_one_step_with_the_released_gradient(path):
+    head = hs.losses.ASoftmax(6, 5, gradient="caffe", path=path)
+    x = features().requires_grad_()
+    (head(x, Y) + head(x, Y)).backward()
+    twice, twice_by_x = head.weight.grad.clone(), x.grad.clone()
+    head.zero_grad()
+    x.grad = None
+    head(x, Y).backward()
+    torch.testing.assert_close(twice, 2 * head.weight.grad)
+    torch.testing.assert_close(twice_by_x, 2 * x.grad)
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "options", "plain"),
+    [("sphereface-r", {"m": 1.4}, {"m": 1.0}), ("sphereface2", {"m": 0.4}, {"m": 0.0})],
+)
+def test_annealing_of_margins_on_other_classes(name, options, plain, path):
+    """From no margin at a large weight to the margin at none."""
+    x = features()
+
+    def loss(chosen, weight=None):
+        annealer = {} if weight is None else {"annealer": LambdaAnnealer(weight, gamma=0.0, minimum=0.0)}
+        head = build(name, path=path, **chosen, **annealer).eval()
+        if name == "sphereface2":
+            head.common_bias.data.fill_(1.0)
+        return head(x, Y)
+
+    torch.testing.assert_close(loss(options, 1e7), loss(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss(options, 1e-7), loss(options), rtol=1e-5, atol=1e-6)
+    between = loss(options, 1.0)
+    assert not torch.isclose(between, loss(options)) and not torch.isclose(between, loss(plain))
+
+
+def test_statistics_keep_their_precision_in_16_bit():
+    torch.manual_seed(0)
+    full, low = hs.losses.AdaFace(6, 5), hs.losses.AdaFace(6, 5, m=[0.1, 0.2, 0.3, 0.4, 0.5]).bfloat16()
+    assert low.weight.dtype == torch.bfloat16
+    assert {low.norm_mean.dtype, low.m_by_class.dtype} == {torch.float32}
+    for _ in range(200):
+        x = features()
+        full(x, Y)
+        low(x.bfloat16(), Y)
+    torch.testing.assert_close(low.norm_mean, full.norm_mean, rtol=1e-2, atol=0)
+    assert full.double().norm_mean.dtype == torch.float64
+
+
+def test_a_rotation_in_16_bit():
+    head = MarginSoftmax(6, 5, s=8.0, rotation=nn.Linear(6, 6, bias=False), frozen=True).bfloat16()
+    assert head(features().bfloat16(), Y).dtype == torch.float32
+    assert head(features(), Y).isfinite()
+
+
+def test_margins_can_be_changed():
+    head = build("arcface")
+    head.set_margin(m=[0.1, 0.2, 0.3, 0.4, 0.5])
+    other = build("arcface", m=[0.1, 0.2, 0.3, 0.4, 0.5])
+    x = features()
+    torch.testing.assert_close(head(x, Y), other(x, Y))
+    head.set_margin(margin=Ramp(0.0, 0.5, length=10))
+    assert head.schedules() == {"m": 0.0} and "m.steps" in head.state_dict()
+    head.set_margin(m=0.2)
+    torch.testing.assert_close(head(x, Y), build("arcface", m=0.2)(x, Y))
+    with pytest.raises(ArgumentError, match=r"^m must be at least 0 and at most 3\.14159, got 4"):
+        head.set_margin(m=4)
+    with pytest.raises(ArgumentError, match=r"^k is no margin of this head, which has m$"):
+        head.set_margin(k=1.0)
+
+
+def test_classes_and_names_take_the_same_options():
+    for make in (lambda **o: hs.losses.ArcFace(6, 5, **o), lambda **o: hs.losses.create("arcface", 6, 5, **o)):
+        with pytest.raises(ArgumentError, match=r"^marign is not an option of 'arcface'\. Did you mean 'margin'\?"):
+            make(marign=0.3)
+        with pytest.raises(ArgumentError, match=r"^margin is another name of 'm': give one of them$"):
+            make(m=0.3, margin=0.2)
+        with pytest.raises(ArgumentError, match=r"^m is in radians .* got 28\.6 \(28\.6 degrees are 0\.499\)$"):
+            make(m=28.6)
+        with pytest.raises(ArgumentError, match=r"^annealer must be a LambdaAnnealer, got Ramp$"):
+            make(annealer=Ramp(0, 1, length=3))
+    with pytest.raises(ArgumentError, match="m is not an option of 'normface'"):
+        hs.losses.NormFace(6, 5, m=0.3)
+    with pytest.raises(ArgumentError, match=r"^m is not enough: .* needs 'm1'"):
+        MarginSoftmax(6, 5, psi="combined", m=0.3)
+    assert hs.losses.create("cosface", 6, 5, m=np.float32(0.25)).m == 0.25
+    assert hs.losses.create("ArcFace", 6, 5, m=np.full(5, 0.25)).m_by_class.tolist() == [0.25] * 5
+    assert list(inspect.signature(hs.losses.CosFace).parameters)[:4] == ["dim", "classes", "s", "m"]
+
+
+def test_names_are_found_however_they_are_written():
+    for name in ("arcface", "ArcFace", "arc_face", "AAM-Softmax", "aamsoftmax"):
+        assert isinstance(hs.losses.create(name, 6, 5), hs.losses.ArcFace)
+
+
+def test_the_scale_warning_points_to_the_user():
+    for make in (lambda: hs.losses.CosFace(6, 50, s=1.0), lambda: hs.losses.create("cosface", 6, 50, s=1.0)):
+        with pytest.warns(UserWarning, match="s = 1 cannot give") as caught:
+            make()
+        assert Path(caught[0].filename) == Path(__file__)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("sphereface-r", {}, "s=60.0, m=1.4, version=v2"),
+        ("ga-softmax", {"g": "linear"}, "g=Linear(), m=4"),
+        ("magface", {}, "m=(0.45, 0.8)"),
+        ("subcenter-arcface", {"label_smoothing": 0.1, "frozen": True}, "label_smoothing=0.1, frozen=True"),
+        ("triplet", {}, "m=0.2"),
+        ("softmax", {"reduction": "sum"}, "reduction='sum'"),
+    ],
+)
+def test_what_a_head_shows(name, options, words):
+    assert all(word in repr(hs.losses.create(name, 6, 5, **options)) for word in words.split(", "))

@@ -144,7 +144,7 @@ def test_published_cosines_and_initial_biases():
     torch.testing.assert_close(filled(ASoftmax(4, 4), W).cosines(X), tensor(COSINES), rtol=0, atol=1e-11)
     for version, classes, bias in (*((v, 4, b) for v, b in BIASES.items()), ("C", 10572, 5.58164893265)):
         head = losses.create("sphereface2", 4, classes, version=version)
-        assert head.offset.item() * head.s == pytest.approx(bias, rel=1e-6)
+        assert head.common_bias.item() == pytest.approx(bias, rel=1e-6)
         # The gradient sums of own and other classes balance where all cosines are 0.
         b = bias
         own = head.psi(tensor(PI / 2)).item() * 40 + b
@@ -1316,7 +1316,11 @@ def test_parameters(case):
     head = build(case, 6, 4)
     rows = 4 * head.centres
     assert head.weight.shape == (rows, 6)
-    names = {"bias": head.bias is not None, "scale": head.scale is not None, "offset": case.startswith("sphereface2")}
+    names = {
+        "bias": head.bias is not None,
+        "scale": head.learned_scale is not None,
+        "offset": case.startswith("sphereface2"),
+    }
     expected = {name for name, there in names.items() if there} | ({"weight"} if case != "triplet" else set())
     assert {n for n, _ in head.named_parameters()} == expected
     if not case.startswith("l-softmax"):

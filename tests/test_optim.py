@@ -239,10 +239,11 @@ def test_samples_come_from_torchs_generator_and_reach_every_class():
     assert draws[3] == 3 / 40  # what was given stays
 
 
-def test_a_sampled_step_is_a_head_of_the_sampled_classes():
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_sampled_step_is_a_head_of_the_sampled_classes(smoothing):
     """The loss and the gradients by the weights that were drawn; the others get none."""
     torch.manual_seed(0)
-    head = hs.losses.CosFace(4, 30, s=8.0, sample_rate=0.4)
+    head = hs.losses.CosFace(4, 30, s=8.0, sample_rate=0.4, label_smoothing=smoothing)
     x, labels = torch.randn(5, 4), torch.tensor([3, 29, 3, 20, 0])
     state = torch.get_rng_state()
     rows = head.sample(labels)
@@ -252,7 +253,8 @@ def test_a_sampled_step_is_a_head_of_the_sampled_classes():
     weight = head.weight.detach()[rows].requires_grad_()
     cosines = F.normalize(x) @ F.normalize(weight).mT
     columns = torch.searchsorted(rows, labels)
-    wanted = F.cross_entropy(8 * (cosines - 0.35 * F.one_hot(columns, len(rows))), columns)
+    logits = 8 * (cosines - 0.35 * F.one_hot(columns, len(rows)))
+    wanted = F.cross_entropy(logits, columns, label_smoothing=smoothing)
     wanted.backward()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(head.weight.grad[rows], weight.grad)
@@ -260,7 +262,7 @@ def test_a_sampled_step_is_a_head_of_the_sampled_classes():
     rest[rows] = False
     assert (head.weight.grad[rest] == 0).all() and rest.sum() == 18
     # Evaluation compares with all classes.
-    full = hs.losses.CosFace(4, 30, s=8.0)
+    full = hs.losses.CosFace(4, 30, s=8.0, label_smoothing=smoothing)
     full.load_state_dict(head.state_dict())
     assert torch.equal(head.eval()(x, labels), full.eval()(x, labels))
 

@@ -182,7 +182,7 @@ def test_logits_of_both_classes():
 def test_learned_offset_is_in_the_logits():
     one = head("sphereface2")
     with torch.no_grad():
-        one.offset.fill_(-0.25)
+        one.common_bias.fill_(-0.25 * one.s)
     target = line_of(panels(plot.margins({"one": one}))[1], style.color(0))[0].get_ydata()
     assert target[0] == pytest.approx(40 * (1 - 0.4 - 0.25)) and target[180] == pytest.approx(40 * (-0.75 - 0.65))
 

@@ -239,7 +239,7 @@ def test_well_classified_samples_keep_their_digits(classes, cosine, path, monkey
 RULES = {
     "plain": (Plain(), ()),
     "angle": (OfAngle(g=hs.angular.create("sigmoid")), ()),
-    "widened": (Widened(), (1.4,)),
+    "widened": (Widened(), (1.4, 0.5)),
     "hardened": (Hardened(), (0.2, 0.3)),
     "circle": (CircleNegatives(), (0.25,)),
     "binary": (Binary(), (0.4,)),
@@ -331,9 +331,29 @@ def test_the_rest_of_the_statistics():
         torch.testing.assert_close(found.length, weight[labels].norm(dim=1))
 
 
-def test_rules_are_found_by_what_they_are():
-    assert lookup(Binary(t=2.0).key) == Binary(t=2.0) != Binary(t=3.0)
-    assert Binary(t=2.0).key == Binary(t=2.0).key != Binary(t=2.0, detach=True).key
+def test_every_rule_is_found_by_a_key_of_its_own():
+    first, second = Binary(t=2.0), Binary(t=2.0)
+    assert first == second and first.key != second.key
+    assert lookup(first.key) is first and lookup(second.key) is second
+
+
+def test_angular_functions_that_print_alike_are_told_apart():
+    """A plain subclass, whose number is no field of the data class."""
+
+    class Steep(Angular):
+        def __init__(self, power):
+            object.__setattr__(self, "power", power)
+
+        def of_cosine(self, cosines):
+            return cosines * self.power
+
+        def slope_of_cosine(self, cosines):
+            return torch.full_like(cosines, self.power)
+
+    for power in (1.0, 3.0):
+        found = [step(build("w-softmax", path, g=Steep(power)), features()) for path in ("dense", "chunked")]
+        for key in found[0]:
+            torch.testing.assert_close(found[0][key], found[1][key])
 
 
 def test_a_class_defined_anew_is_another_rule():

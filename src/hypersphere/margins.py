@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hypersphere import angular
 from hypersphere.angular import Angular, Cosine
-from hypersphere.errors import check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import arccos, at_least_float32
 from hypersphere.registry import Registry
 
@@ -241,6 +241,9 @@ class AdditiveAngle(Margin):
 
     def check(self, **m: float) -> None:
         """In [0, pi]."""
+        if m["m"] >= 10:
+            meant = f"{m['m']:g} degrees are {math.radians(m['m']):.3g}"
+            raise ArgumentError("m", f"is in radians and must be at most {math.pi:g}, got {m['m']:g} ({meant})")
         check_range("m", m["m"], 0, math.pi)
 
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from hypersphere.errors import ArgumentError, HypersphereError
@@ -70,6 +70,7 @@ class Entry(Generic[T]):
     factory: Callable[..., T]
     aliases: tuple[str, ...]
     positional: tuple[str, ...]  # arguments that the caller supplies, not the user's options
+    option_aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def help(self) -> str:
@@ -94,15 +95,16 @@ class Entry(Generic[T]):
         for option in options:
             if option not in known:
                 allowed = f"allowed: {', '.join(known)}" if known else "it has no options"
+                words = [*known, *(alias for alias, own in self.option_aliases.items() if own in known)]
                 raise ArgumentError(
-                    option, f"is not an option of {self.name!r}.{did_you_mean(option, known)} ({allowed})"
+                    option, f"is not an option of {self.name!r}.{did_you_mean(option, words)} ({allowed})"
                 )
 
 
 class Registry(Generic[T]):
     """Factories of one family by name.
 
-    Hyphens, underscores and case do not matter in names.
+    Hyphens, underscores, spaces and case do not matter in names.
 
     Args:
         family: What the entries are called, in the singular (``"loss"``).
@@ -133,18 +135,22 @@ class Registry(Generic[T]):
 
     @staticmethod
     def _key(name: str) -> str:
-        return name.lower().replace("_", "-")
+        return re.sub(r"[\s_-]+", "", name.lower())
+
+    def find(self, factory: Callable[..., Any]) -> Entry[T] | None:
+        """The entry that a factory was registered as, if it was."""
+        return next((entry for entry in self._entries.values() if entry.factory is factory), None)
 
     def register(self, name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
         """Decorator that adds a factory under ``name`` and ``aliases``."""
 
         def add(factory: F) -> F:
-            keys = [self._key(n) for n in (name, *aliases)]
-            for key in keys:
-                if key in self._aliases:
-                    raise ArgumentError("name", f"{key!r} is already a registered {self.family}")
-            self._entries[keys[0]] = Entry(keys[0], factory, tuple(keys[1:]), self.positional)
-            self._aliases.update(dict.fromkeys(keys, keys[0]))
+            names = [n.lower().replace("_", "-") for n in (name, *aliases)]
+            for word in names:
+                if self._key(word) in self._aliases:
+                    raise ArgumentError("name", f"{word!r} is already a registered {self.family}")
+            self._entries[names[0]] = Entry(names[0], factory, tuple(names[1:]), self.positional, self.option_aliases)
+            self._aliases.update(dict.fromkeys(map(self._key, names), names[0]))
             return factory
 
         return add
@@ -153,7 +159,9 @@ class Registry(Generic[T]):
         key = self._key(name)
         if key not in self._aliases:
             known = ", ".join(self) or "none yet"
-            raise UnknownNameError(f"unknown {self.family} {name!r}.{did_you_mean(key, self._aliases)} Known: {known}")
+            words = [word for entry in self._entries.values() for word in (entry.name, *entry.aliases)]
+            hint = did_you_mean(name.lower().replace("_", "-"), words)
+            raise UnknownNameError(f"unknown {self.family} {name!r}.{hint} Known: {known}")
         return self._entries[self._aliases[key]]
 
     def __contains__(self, name: object) -> bool:
@@ -171,7 +179,8 @@ class Registry(Generic[T]):
         for given, value in options.items():
             option = self.option_aliases.get(given, given)
             if option in found:
-                raise ArgumentError(given, f"is another name of {option!r}: give one of them")
+                other = next(name for name, own in self.option_aliases.items() if own == option)
+                raise ArgumentError(other, f"is another name of {option!r}: give one of them")
             found[option] = value
         return found
 

@@ -33,6 +33,7 @@ BACKWARD_ELEMENTS = FUSED_ELEMENTS  # 512 MiB in fp16; with fewer the GPU would 
 SHIFT = 12
 LOG2E = tl.constexpr(1.4426950408889634)
 SHIFT_ = tl.constexpr(float(SHIFT))
+TINY = tl.constexpr(math.sqrt(torch.finfo(torch.float32).tiny))
 
 
 @triton.jit
@@ -50,8 +51,9 @@ def _prepare_kernel(
         safe = tl.where(largest > 0, largest, 1.0)
         values = values / safe[:, None]
         length = tl.sqrt(tl.sum(values * values, 1))
-        values = values * tl.where(length > 0, 1 / length, 0.0)[:, None]
-        tl.store(inverse + row, tl.where(largest > 0, 1 / (length * safe), 0.0), mask=row < classes)
+        direction = length * safe > TINY  # as normalise does
+        values = values * tl.where(direction, 1 / length, 0.0)[:, None]
+        tl.store(inverse + row, tl.where(direction, 1 / (length * safe), 0.0), mask=row < classes)
     tl.store(half + place, values.to(tl.float16), mask=inside)
 
 

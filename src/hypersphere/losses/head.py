@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import numbers
+import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,7 +70,20 @@ class _Aliases(type):
     """Lets every head be built with ``margin=`` for ``m=`` and ``scale=`` for ``s=``."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        return super().__call__(*args, **losses.canonical(options))
+        options = losses.canonical(options)
+        entry = losses.find(cls)
+        if entry is not None:
+            entry.check(option for option in options if option not in losses.positional)
+        head = super().__call__(*args, **options)
+        if message := head._scale_warning():
+            warnings.warn(message, stacklevel=_levels_to_the_user())
+        return head
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of ``__init__``, for help and editors, which would see the one above."""
+        signature = inspect.signature(vars(cls).get("__init__", MarginSoftmax.__init__))
+        return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
 
 @losses.register("margin-softmax")
@@ -168,6 +185,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             raise ArgumentError("bias", "needs unit_weights=False: a bias is not a direction")
         if learn_scale and s is None:
             raise ArgumentError("learn_scale", "needs s, the scale to start from")
+        if annealer is not None and not isinstance(annealer, LambdaAnnealer):
+            raise ArgumentError("annealer", f"must be a LambdaAnnealer, got {type(annealer).__name__}")
         check_choice("gradient", gradient, GRADIENTS)
         check_choice("reduction", reduction, ("mean", "sum", "none"))
         check_choice("path", path, PATHS)
@@ -194,9 +213,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             setattr(self, name, self._margin_size(name, size))
         self._check_margins()
         self.s: float | None = None if learn_scale else s
-        self.scale = nn.Parameter(torch.tensor(float(s))) if learn_scale and s is not None else None
-        if s is not None and not learn_scale and self.softmax_scale:
-            self._warn_of_scale(s)
+        self.learned_scale = nn.Parameter(torch.tensor(float(s))) if learn_scale and s is not None else None
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", self._checked_class_weights(class_weights))
         self.weight = nn.Parameter(torch.empty(classes * self.centres, dim), requires_grad=not frozen)
@@ -234,14 +251,14 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
     def _margin_size(self, name: str, size: MarginSize) -> float | Schedule | None:
         """Keep a margin as a number or a schedule, or as the buffer ``<name>_by_class``."""
         per_class = None
-        if isinstance(size, list | tuple | Tensor):
+        if isinstance(size, list | tuple | Tensor | np.ndarray):
             per_class = torch.as_tensor(size, dtype=torch.get_default_dtype()).clone()
             if per_class.shape != (self.classes,):
                 raise ArgumentError(name, f"must have shape ({self.classes},), got {tuple(per_class.shape)}")
         self.register_buffer(f"{name}_by_class", per_class)
         if per_class is not None:
             return None
-        if not isinstance(size, Schedule) and not isinstance(size, int | float):
+        if not isinstance(size, Schedule | numbers.Real):
             raise ArgumentError(name, f"must be a number, one for each class or a schedule, got {type(size).__name__}")
         return size if isinstance(size, Schedule) else float(size)
 
@@ -254,27 +271,69 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
     def _check_margins(self) -> None:
         bounds = {name: self._margin_bounds(name) for name in self._margin_names}
         for end in (0, 1):
-            self.psi_function.check(**{name: both[end] for name, both in bounds.items()})
+            try:
+                self.psi_function.check(**{name: both[end] for name, both in bounds.items()})
+            except KeyError as error:
+                needed = f"the margin {type(self.psi_function).__name__} needs {error}"
+                raise ArgumentError("m", f"is not enough: {needed}; the preset 'combined' takes them") from None
 
-    def _warn_of_scale(self, s: float) -> None:
-        best = reachable_probability(self.classes, s)
-        if best < LEAST_PROBABILITY:
-            enough = suggest_scale(self.classes, LEAST_PROBABILITY)
-            warnings.warn(
-                f"s = {s:g} cannot give a class of {self.classes:,} more than a probability of {best:.2g}, so the loss "
-                f"stays large; {enough:.1f} or more reaches {LEAST_PROBABILITY} (hypersphere.losses.suggest_scale)",
-                stacklevel=4,
-            )
+    def _scale_warning(self) -> str | None:
+        """What to tell a user whose scale is too small to be of use."""
+        if self.s is None or not self.softmax_scale:
+            return None
+        best = reachable_probability(self.classes, self.s)
+        if best >= LEAST_PROBABILITY:
+            return None
+        enough = suggest_scale(self.classes, LEAST_PROBABILITY)
+        return (
+            f"s = {self.s:g} cannot give a class of {self.classes:,} more than a probability of {best:.2g}, so the "
+            f"loss stays large; {enough:.1f} or more reaches {LEAST_PROBABILITY} (hypersphere.losses.suggest_scale)"
+        )
 
     def _checked_class_weights(self, weights: list[float] | Tensor | None) -> Tensor | None:
         if weights is None:
             return None
         tensor = torch.as_tensor(weights, dtype=torch.get_default_dtype()).clone()
-        if tensor.shape != (self.classes,) or bool((tensor < 0).any()):
+        if tensor.shape != (self.classes,) or not bool((tensor >= 0).all()):
             raise ArgumentError(
                 "class_weights", f"must be {self.classes} numbers of at least 0, got shape {tuple(tensor.shape)}"
             )
         return tensor
+
+    narrow_buffers: ClassVar[tuple[str, ...]] = ()
+    """Buffers that follow the head into 16 bit; others (margins, running statistics) would lose digits they need."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> MarginSoftmax:
+        wide = {name: buffer for name, buffer in self._buffers.items() if name not in self.narrow_buffers}
+        super()._apply(function, recurse)
+        for name, buffer in wide.items():
+            now = self._buffers[name]
+            if buffer is not None and now is not None and now.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = buffer.to(now.device)
+        return self
+
+    def set_margin(self, **sizes: MarginSize) -> None:
+        """Change margins of a built head, checked as when it was built.
+
+        Args:
+            **sizes: ``m``, or the margins of a member with several, each a number, one for each class or a schedule.
+
+        Example:
+            >>> head = create("arcface", 8, 3)
+            >>> head.set_margin(m=0.3)
+            >>> head.m
+            0.3
+        """
+        for name, size in losses.canonical(sizes).items():
+            if name not in self._margin_names:
+                raise ArgumentError(name, f"is no margin of this head, which has {', '.join(self._margin_names)}")
+            kept = self._margin_size(name, size)
+            delattr(self, name)  # a number cannot take the place of a module, which a schedule is
+            setattr(self, name, kept)
+            per_class = getattr(self, f"{name}_by_class")
+            if per_class is not None:
+                setattr(self, f"{name}_by_class", per_class.to(self.weight.device))
+        self._check_margins()
 
     def reset_parameters(self) -> None:
         """Xavier-uniform class weights, zero bias."""
@@ -291,10 +350,13 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         ``"dense"`` holds all logits of a batch at once, ``"compiled"`` does so in code made by ``torch.compile`` (at
         the first batch), ``"chunked"`` never does. ``"auto"`` chose by the number of classes and the device.
         """
+        return self._path_for(max(int(self.classes * self.sample_rate), 1) if self.training else self.classes)
+
+    def _path_for(self, compared: int) -> str:
+        """The path for a comparison with this many classes."""
         if self._path != "auto":
             return self._path
         kind = self.weight.device.type
-        compared = self.classes * self.sample_rate
         if compared >= CHUNKED_FROM.get(kind, CHUNKED_FROM["cuda"]):
             return "chunked"
         return "compiled" if kind == "cuda" and compared >= COMPILED_FROM and CAN_COMPILE else "dense"
@@ -324,7 +386,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             x = self._turned(features)
             if not self.unit_weights:
                 bias = self._bias(x.dtype)
-                if self.s is None and self.scale is None:
+                if self.s is None and self.learned_scale is None:
                     return F.linear(x, self.weight.to(x.dtype), bias)
                 products = class_cosines(normalise(x), self.weight, self.centres, unit=False)
                 return scaled(products, self._scale(norm(x)), None, bias)
@@ -359,7 +421,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             tensor([ 1., -3.])
         """
         parameters = self._described(theta, label, norm)
-        return self._annealed(self.psi_function.psi(theta, **parameters), self.g(theta), None)
+        return self._annealed(self.psi_function.psi(theta, **parameters), self._plain(theta.cos()), None)
 
     def slope(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
         """Derivative of :meth:`psi` by the angle."""
@@ -404,7 +466,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         norms, units = norm(x), normalise(x)
         scale = self._scale(norms)
         parameters = self._margins(norms, labels, steps, valid)
-        weight, columns, bias = self._trained_classes(labels, x.dtype)
+        weight, columns, bias = self._trained_classes(labels, valid, x.dtype)
         raw = not self.unit_weights or (self.gradient == "caffe" and self.training)
         found = class_statistics(
             units,
@@ -426,7 +488,10 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         else:
             target = self._target(found.own, None if self.unit_weights else found.length, scale, parameters, steps)
         target = target + self._own_bias(labels, x.dtype)
-        values = self._sample_loss(found.negatives, found.total, target) + self._penalty(x, norms, labels, valid)
+        compared = len(weight) // self.centres
+        values = self._sample_loss(found.negatives, found.total, target, compared) + self._penalty(
+            x, norms, labels, valid
+        )
         weights = valid.to(values.dtype)
         if self.class_weights is not None:
             weights = weights * self.class_weights.to(values.dtype)[labels]
@@ -458,7 +523,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             left = F.pad(terms[:, :-1].cumsum(1), (1, 0))
             negatives = left + F.pad(terms[:, 1:].flip(1).cumsum(1).flip(1), (0, 1))
         total = logits.sum(1, keepdim=True) - logits
-        own = self._sample_loss(negatives, total, target)
+        own = self._sample_loss(negatives, total, target, self.classes)
         loss = (shares * own).sum(1) + self._penalty(x, norms, shares, None)
         weights = torch.ones_like(loss)
         if self.class_weights is not None:
@@ -474,13 +539,13 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         total = weights.sum()
         return weighted.sum() / torch.where(total > 0, total, 1.0)
 
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy of each sample from the log-sum-exp of the other classes and the target logit."""
-        if self.classes == 1:
+    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
+        """Cross-entropy of each sample from the log-sum-exp of the other of ``compared`` classes and its own logit."""
+        if compared == 1:
             return 0 * target
         loss = F.softplus(negatives - target, threshold=50)
         if self.label_smoothing:
-            loss = loss + self.label_smoothing * (target - (target + total) / self.classes)
+            loss = loss + self.label_smoothing * (target - (target + total) / compared)
         return loss
 
     def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
@@ -490,13 +555,15 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
     # -------------------------------------------------------------------------------------------- pieces
 
     def _turned(self, features: Tensor) -> Tensor:
-        x = at_least_float32(features)
-        return x if self.rotation is None else at_least_float32(self.rotation(x))
+        if self.rotation is None:
+            return at_least_float32(features)
+        kept = next((p.dtype for p in self.rotation.parameters()), at_least_float32(features).dtype)
+        return at_least_float32(self.rotation(features.to(kept)))
 
     def _scale(self, norms: Tensor) -> Tensor:
         """Scale of each sample ``(B,)``."""
-        if self.scale is not None:
-            scale = self.scale.to(norms.dtype)
+        if self.learned_scale is not None:
+            scale = self.learned_scale.to(norms.dtype)
             # Not a bare clamp: a scale at the bound must be able to grow again.
             return (scale + (scale.clamp(min=LEAST_SCALE) - scale).detach()).expand_as(norms)
         return norms if self.s is None else torch.full_like(norms, self.s)
@@ -548,14 +615,20 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         """Cosines to the own classes without gradient, for rules that depend on them."""
         return units.new_empty(0)
 
+    def _annealing(self, steps: Steps, like: Tensor) -> Tensor | None:
+        """Weight of the plain function against the margin."""
+        return None if self.annealer is None else self.annealer.value(_count(steps, "annealer")).to(like.dtype)
+
     def _annealed(self, value: Tensor, plain: Tensor, steps: Steps) -> Tensor:
-        if self.annealer is None:
-            return value
-        weight = self.annealer.value(_count(steps, "annealer")).to(value.dtype)
-        return (weight * plain + value) / (1 + weight)
+        weight = self._annealing(steps, value)
+        return value if weight is None else (weight * plain + value) / (1 + weight)
+
+    def _plain(self, cosines: Tensor) -> Tensor:
+        """What the own class would have without its margin."""
+        return self.g.of_cosine(cosines)
 
     def _target_value(self, cosines: Tensor, parameters: dict[str, Any], steps: Steps) -> Tensor:
-        value = self._annealed(self.psi_function(cosines, **parameters), self.g.of_cosine(cosines), steps)
+        value = self._annealed(self.psi_function(cosines, **parameters), self._plain(cosines), steps)
         return cosines + (value - cosines).detach() if self.gradient == "cgd" else value
 
     def _target(
@@ -606,29 +679,34 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         length = torch.hypot(slope, along)
         inverse = torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0).unsqueeze(1)
         direction = (slope.unsqueeze(1) * own + along.unsqueeze(1) * inputs.detach()) * inverse
-        if self.annealer is not None:
-            weight = self.annealer.value(_count(steps, "annealer")).to(units.dtype)
+        weight = self._annealing(steps, units)
+        if weight is not None:
             direction = (direction + weight * own) / (1 + weight)
-        surrogate = found.own * scale + (inputs * (direction - own).detach()).sum(1)
+        surrogate = self._with_offset(found.own) * scale + (inputs * (direction - own).detach()).sum(1)
         return value + (surrogate - surrogate.detach())
 
-    def _trained_classes(self, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _trained_classes(
+        self, labels: Tensor, valid: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Weights to compare with, the samples' places among them, and the biases."""
         if self.gradient == "caffe" and self.unit_weights and self.training:
-            with torch.no_grad():
-                self.weight.copy_(normalise(self.weight))
+            if torch.compiler.is_compiling():
+                with torch.no_grad():
+                    self.weight.copy_(normalise(self.weight))
+            else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
+                self.weight.data.copy_(normalise(self.weight.data))
         if not self.training or self.sample_rate == 1:
             return self.weight, labels, self._bias(dtype)
-        rows = self.sample(labels)
+        rows = self.sample(labels, valid=valid)
         bias = None if self.bias is None else self.bias.to(dtype)[rows]
         if self.centres > 1:
             rows_of = (rows.unsqueeze(1) * self.centres + torch.arange(self.centres, device=rows.device)).flatten()
         else:
             rows_of = rows
         weight = F.embedding(rows_of, self.weight, sparse=self.sparse)
-        return weight, torch.searchsorted(rows, labels), bias
+        return weight, torch.searchsorted(rows, labels).clamp(max=len(rows) - 1), bias
 
-    def sample(self, labels: Tensor, draws: Tensor | None = None) -> Tensor:
+    def sample(self, labels: Tensor, draws: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Classes of one sampled step in increasing order: the batch's own and random others.
 
         There are ``int(sample_rate * C)`` of them, or as many as samples where that is more, so that the own classes
@@ -637,10 +715,18 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         Args:
             labels: ``(B,)``.
             draws: ``(C,)`` random numbers in [0, 1); the classes with the largest are taken.
+            valid: ``(B,)`` which labels count.
+
+        Example:
+            >>> CosFace = losses["cosface"].factory
+            >>> CosFace(4, 100, sample_rate=0.05).sample(torch.tensor([3, 7])).shape
+            torch.Size([5])
         """
         count = min(max(int(self.sample_rate * self.classes), len(labels), 1), self.classes)
-        chances = torch.rand(self.classes, device=labels.device) if draws is None else draws.clone()
-        return chances.scatter_(0, labels, 2.0).topk(count, sorted=False).indices.sort().values
+        chances = torch.rand(self.classes, device=labels.device) if draws is None else draws
+        chosen = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
+        chances = chances.scatter_add(0, labels, 2 * chosen.to(chances.dtype))
+        return chances.topk(count, sorted=False).indices.sort().values
 
     def _low_precision(self, features: Tensor) -> bool:
         kind = features.device.type
@@ -681,6 +767,10 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
 
         Returns:
             The head itself.
+
+        Example:
+            >>> create("cosface", 8, 3).add_classes(2).logits(torch.randn(1, 8)).shape
+            torch.Size([1, 5])
         """
         check_range("classes", classes, 1)
         old = self.weight
@@ -697,6 +787,9 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             values = getattr(self, name)
             if values is not None:
                 setattr(self, name, torch.cat([values, values.mean().expand(classes)]))
+        if (features is None) != (labels is None):
+            missing = "labels" if labels is None else "features"
+            raise ArgumentError(missing, "must be given together with the other: examples need their classes")
         if features is not None and labels is not None:
             self.init_centres(features, labels + self.classes - classes)
         return self
@@ -738,20 +831,31 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         if bool(wrong.any()):
             raise ArgumentError("labels", f"must lie in [0, {self.classes}), got {int(labels[wrong][0])}")
 
+    def _details(self) -> dict[str, Any]:
+        """What else there is to know of this head; each value is shown as it prints."""
+        shown: dict[str, Any] = {}
+        if not isinstance(self.g, Cosine):
+            shown["g"] = self.g
+        if self.centres > 1:
+            shown["centres"] = self.centres
+        for name in self._margin_names:
+            size = getattr(self, name)
+            if type(self.psi_function) is not NoMargin and not isinstance(size, Schedule):
+                shown[name] = "per class" if size is None else f"{size:g}"
+        return shown
+
     def extra_repr(self) -> str:
-        """Sizes, scale, margin and path."""
-        scale = "learned" if self.scale is not None else self.s
-        sizes = {
-            name: getattr(self, name) for name in self._margin_names if not isinstance(self.psi_function, NoMargin)
-        }
-        margins = "".join(
-            f", {name}={'per class' if size is None else f'{size:g}'}"
-            for name, size in sizes.items()
-            if not isinstance(size, Schedule)
-        )
-        sampled = f", sample_rate={self.sample_rate:g}" if self.sample_rate < 1 else ""
-        gradient = "" if self.gradient == "exact" else f", gradient={self.gradient!r}"
-        return f"dim={self.dim}, classes={self.classes}, s={scale}{margins}{gradient}{sampled}, path={self.path!r}"
+        """Sizes, scale, margin, what differs from the defaults, and the path."""
+        scale = self.s if self.learned_scale is None else f"{float(self.learned_scale.detach()):g} (learned)"
+        shown = {"dim": self.dim, "classes": self.classes, "s": scale, **self._details()}
+        defaults = {"gradient": "exact", "label_smoothing": 0.0, "reduction": "mean", "sample_rate": 1.0}
+        shown |= {name: repr(getattr(self, name)) for name, usual in defaults.items() if getattr(self, name) != usual}
+        if self.class_weights is not None:
+            shown["class_weights"] = "given"
+        if not self.weight.requires_grad and isinstance(self.weight, nn.Parameter):
+            shown["frozen"] = True
+        shown["path"] = repr(self.path)
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _loss(head: MarginSoftmax, features: Tensor, labels: Tensor, steps: Steps, low: bool) -> Tensor:
@@ -768,6 +872,14 @@ def _compiled(head: MarginSoftmax) -> Callable[..., Tensor]:
         own = types.FunctionType(_loss.__code__.replace(), _loss.__globals__)
         _compiled_losses[head] = torch.compile(own)
     return _compiled_losses[head]
+
+
+def _levels_to_the_user() -> int:
+    """How far up the caller is that is not this package, for a warning to point there."""
+    frame, levels = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hypersphere."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _count(steps: Steps, name: str) -> Tensor | None:

@@ -273,7 +273,7 @@ class CosFace(MarginSoftmax):
         super().__init__(dim, classes, s=s, m=m, psi="additive-cosine", **options)
 
 
-@losses.register("arcface", aliases=("arc-softmax",))
+@losses.register("arcface", aliases=("arc-softmax", "aam-softmax"))
 class ArcFace(MarginSoftmax):
     r"""ArcFace: unit class weights and features, constant scale, additive angular margin.
 
@@ -397,10 +397,16 @@ class SphereFaceR(MarginSoftmax):
     def _rule_parameters(
         self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        return (_as_column(parameters["m"], own),) if self.version == "v2" else ()
+        if self.version != "v2":
+            return ()
+        weight = self._annealing(steps, own)
+        return _as_column(parameters["m"], own), _as_column(0.0 if weight is None else weight, own)
 
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor) -> Tensor:
-        return super()._sample_loss(negatives, total, target) * self.loss_factor
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"version": self.version, "feature_norm": self.feature_norm}
+
+    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
+        return super()._sample_loss(negatives, total, target, compared) * self.loss_factor
 
     def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
         if self.feature_norm != "soft" or self.radius is None:
@@ -466,13 +472,13 @@ class SphereFace2(MarginSoftmax):
         }[version]
         m = self.DEFAULTS[version] if m is None else m
         super().__init__(dim, classes, s=s, m=m, psi=_Bent(inner, t, version == "C"), gradient=gradient, **options)
-        self.offset = nn.Parameter(torch.tensor(self._initial_offset()))
+        self.common_bias = nn.Parameter(torch.tensor(self._initial_bias()))
 
     def _rule_is_softmax(self) -> bool:
         return False
 
-    def _initial_offset(self) -> float:
-        """Bias, in units of the scale, that balances the two gradient sums when all cosines are 0."""
+    def _initial_bias(self) -> float:
+        """Bias that balances the two gradient sums when all cosines are 0."""
         assert self.s is not None
         m = sum(self._margin_bounds("m")) / 2
         own = float(self.psi_function(torch.zeros(1, dtype=torch.float64), m=m)) * self.s
@@ -482,20 +488,30 @@ class SphereFace2(MarginSoftmax):
         root = math.sqrt((1 - ratio) ** 2 + 4 * ratio * math.exp(min(own - other, 700.0)))
         # For r > 1 the difference is rationalised: it would cancel.
         inner = 1 - ratio + root if ratio <= 1 else 4 * ratio * math.exp(own - other) / (root + ratio - 1)
-        return (math.log(2 * ratio) - other - math.log(inner)) / self.s
+        return math.log(2 * ratio) - other - math.log(inner)
 
     def _negatives(self) -> Negatives:
         return Binary(t=self.t, detach=self.gradient == "cgd")
 
     def _offset(self) -> Tensor | None:
-        return self.offset
+        assert self.s is not None
+        return self.common_bias / self.s
 
     def _rule_parameters(
         self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        return (_as_column(parameters["m"] if self.version == "C" else 0.0, own),)
+        margin: Parameter = parameters["m"] if self.version == "C" else 0.0
+        weight = self._annealing(steps, own)
+        # Blended with the plain function like the own class, an additive margin is a smaller one.
+        return (_as_column(margin if weight is None else margin / (1 + weight), own),)
 
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor) -> Tensor:
+    def _plain(self, cosines: Tensor) -> Tensor:
+        return bend(cosines, self.t)
+
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"version": self.version}
+
+    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
         assert self.s is not None
         own = self.balance * F.softplus(-target, threshold=50)
         return self.loss_weight / self.s * (own + (1 - self.balance) * negatives)
@@ -542,10 +558,9 @@ class SphereFacePlus(ASoftmax):
             return 0.0
         weight = self.weight.to(x.dtype)
         own = torch.arange(self.classes, device=labels.device) if labels.dim() == 2 else labels
-        units = normalise(weight)[own] if self.path != "chunked" else normalise(weight[own])
-        found = class_statistics(
-            units, self.weight, own, units.new_ones(len(units)), self.energy, chunked=self.path == "chunked"
-        )
+        chunked = self._path_for(self.classes) == "chunked"  # the energy is of all classes, also where few are sampled
+        units = normalise(weight[own]) if chunked else normalise(weight)[own]
+        found = class_statistics(units, self.weight, own, units.new_ones(len(units)), self.energy, chunked=chunked)
         energy = self.energy_weight * found.negatives / (self.classes - 1)
         return labels @ energy if labels.dim() == 2 else energy
 
@@ -742,6 +757,9 @@ class MagFace(MarginSoftmax):
     def _typical_norm(self) -> float:
         return sum(self.norms) / 2
 
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"m": self.ends}
+
     def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
         a = norms.clamp(*self.norms)
         return self.norm_weight * (1 / a + a / self.norms[1] ** 2)
@@ -863,6 +881,8 @@ class Hinge(MarginSoftmax):
 
     def __init__(self, dim: int, classes: int, *, power: int = 1, bias: bool = True, **options: Any) -> None:
         check_range("power", power, 1, 2)
+        if power != int(power):
+            raise ArgumentError("power", f"must be 1 or 2, got {power}")
         self.power = power
         super().__init__(dim, classes, unit_weights=False, bias=bias, **options)
 
@@ -872,7 +892,7 @@ class Hinge(MarginSoftmax):
     def _negatives(self) -> Negatives:
         return HingeNegatives(power=self.power)
 
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor) -> Tensor:
+    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
         return (1 - target).relu().pow(self.power) + negatives
 
 

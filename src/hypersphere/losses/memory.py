@@ -52,7 +52,7 @@ def memory_estimate(
         batch: Batch size B.
         classes: Number of classes C.
         dim: Feature dimension D.
-        path: ``"chunked"`` or ``"dense"``.
+        path: ``"chunked"``, ``"compiled"`` or ``"dense"``, as :attr:`MarginSoftmax.path` says.
         sample_rate: Share of the classes compared with in a step.
         sparse: Whether the gradient holds the sampled classes only.
         low_precision: Whether the products are in 16 bit, as under autocast on a GPU; the chunked path then keeps a
@@ -64,14 +64,14 @@ def memory_estimate(
     """
     for name, value in (("batch", batch), ("classes", classes), ("dim", dim)):
         check_range(name, value, 1)
-    check_choice("path", path, ("chunked", "dense"))
+    check_choice("path", path, ("chunked", "compiled", "dense"))
     check_range("sample_rate", sample_rate, 0, 1, open_low=True)
     compared = min(max(int(sample_rate * classes), min(batch, classes)), classes)
     table = classes * dim * FLOAT
     rows = compared * dim * FLOAT
     gradient = rows if sparse and compared < classes else table
     copied = 2 * rows if compared < classes else 0  # the sampled weights and their gradient
-    if path == "dense":
+    if path != "chunked":
         work = DENSE_MATRICES * batch * compared * FLOAT
     elif low_precision:
         work = rows // 2 + min(batch * compared, FUSED_ELEMENTS) * FLOAT // 2

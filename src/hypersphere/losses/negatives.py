@@ -27,7 +27,7 @@ def lookup(key: str) -> Negatives:
 
 @dataclass(frozen=True)
 class Negatives:
-    """The plain rule: the logit is the scaled cosine, the reduction log-sum-exp.
+    """A rule of the non-target classes; a subclass defines the value and its slope.
 
     Args:
         detach: Characteristic gradient detachment: the value is used, the slope is that of the cosine.
@@ -48,10 +48,9 @@ class Negatives:
     """Reduction: log-sum-exp of the logits, or the sum of :meth:`term` of each."""
 
     def __post_init__(self) -> None:
-        # Kept as text: compiled code cannot take the repr of a data class.
-        key = repr(self)
-        while _known.setdefault(key, self) != self:  # looks the same and is not: of a class that was defined anew
-            key += "'"
+        # A number of its own: rules that print and compare alike may differ in a user's angular function.
+        key = f"{type(self).__name__} {len(_known)}"
+        _known[key] = self
         object.__setattr__(self, "key", key)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,15 +111,15 @@ class OfAngle(Negatives):
 
 @dataclass(frozen=True)
 class Widened(Negatives):
-    r"""SphereFace-R v2: :math:`\eta = \cos(\theta / m)`; the parameter is m."""
+    r"""SphereFace-R v2: :math:`\eta = \cos(\theta / m)`; the parameters are m and the annealing weight."""
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
-        (m,) = parameters
-        return (arccos(cosines) / m).cos()
+        m, weight = parameters
+        return (weight * cosines + (arccos(cosines) / m).cos()) / (1 + weight)
 
     def _slope(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
-        (m,) = parameters
-        return -(arccos(cosines) / m).sin() / m * arccos_slope(cosines)
+        m, weight = parameters
+        return (weight - (arccos(cosines) / m).sin() / m * arccos_slope(cosines)) / (1 + weight)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hypersphere.errors import check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, norm, normalise
 from hypersphere.losses.head import MarginSoftmax, losses
 from hypersphere.losses.members import Softmax
@@ -166,6 +166,9 @@ class Contrastive(Softmax):
         loss = torch.where(same, squared, (self.pair_margin - distance).relu().square()) / 2
         return self.pair_weight * torch.where(pairs, loss, 0.0).sum() / pairs.sum().clamp(min=1)
 
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"m": self.pair_margin}
+
 
 @losses.register("center", aliases=("centre", "center-loss", "centre-loss"))
 class CenterLoss(Softmax):
@@ -187,6 +190,7 @@ class CenterLoss(Softmax):
         torch.Size([])
     """
 
+    narrow_buffers = ("class_centres",)
     class_centres: Tensor
 
     def __init__(
@@ -248,6 +252,7 @@ class TripletLoss(MarginSoftmax):
     """
 
     shared_options = ()
+    narrow_buffers = ("weight",)
     softmax_scale = False
     weight: Tensor  # type: ignore[assignment]
 
@@ -288,6 +293,13 @@ class TripletLoss(MarginSoftmax):
             positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
             distance = (2 - 2 * units @ units.mT).clamp(min=0)
             return self._mined(distance, positive, both & ~same)
+
+    def psi(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
+        """There is none: a triplet has no logit of its own class."""
+        raise ArgumentError("theta", "has no target value here: the triplet loss compares features, not classes")
+
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"m": self.pair_margin}
 
     def _mined(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Loss from squared distances ``(B, B)`` and which pairs are of one class and of two."""

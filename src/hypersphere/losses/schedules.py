@@ -111,7 +111,7 @@ class LambdaAnnealer(Schedule):
 
 
 class Ramp(Schedule):
-    r"""A margin that grows from ``start`` to ``end``, evenly over ``steps`` steps or by jumps at ``milestones``.
+    r"""A margin that grows from ``start`` to ``end``, evenly over ``length`` steps or by jumps at ``milestones``.
 
     .. math:: m(t) = \text{start} + (\text{end} - \text{start}) \cdot \min(t / \text{length}, 1)
 

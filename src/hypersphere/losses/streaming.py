@@ -14,6 +14,7 @@ the finished sum: the sum of a well classified sample would vanish in the roundi
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -201,7 +202,7 @@ def _chunks(weight: Tensor, batch: int, centres: int, unit: bool, dtype: torch.d
             yield _Chunk(start, stop, rows, None)
             continue
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        inverse = torch.where(norms > torch.finfo(dtype).tiny, 1 / norms, 0.0)
+        inverse = torch.where(norms > math.sqrt(torch.finfo(dtype).tiny), 1 / norms, 0.0)  # as normalise does
         yield _Chunk(start, stop, rows * inverse, inverse)
 
 

@@ -61,7 +61,7 @@ def target_gradient(head: MarginSoftmax, theta: Tensor, norm: float = NORM) -> T
     check_range("norm", norm, 0, open_low=True)
     probe = copy.deepcopy(head).to(theta.dtype).train()
     # The loss of a sample becomes its target logit, so that it is differentiated by the very path of training.
-    probe.__dict__.update(_sample_loss=lambda negatives, total, target: target, _penalty=lambda *parts: 0.0)
+    probe.__dict__.update(_sample_loss=lambda negatives, total, target, compared: target, _penalty=lambda *parts: 0.0)
     probe.reduction = "sum"
     with torch.no_grad():
         probe.weight[0] = probe.weight.new_tensor([1.0, 0.0])

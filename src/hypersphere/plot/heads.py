@@ -139,7 +139,7 @@ def margins(heads: Mapping[str, MarginSoftmax], *, norm: float = NORM) -> Figure
     lambdas = {name: _lambda(head) for name, head in heads.items()}
     figure, (top, middle, planes, right) = _margin_axes(len(heads))
     _draw_psi(top, found, lambdas)
-    _draw_logits(middle, found, any(head.s is None and head.scale is None for head in heads.values()), norm)
+    _draw_logits(middle, found, any(head.s is None and head.learned_scale is None for head in heads.values()), norm)
     if len(heads) <= OVERLAID:
         _draw_plane(planes[0], list(found.values()), list(range(len(found))))
         planes[0].set_title("(c) Decision boundaries of two classes")
