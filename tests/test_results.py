@@ -237,3 +237,12 @@ def test_only_finished_runs_are_recorded(make_run, status):
 @pytest.mark.skipif(not list((DOCS / "rows").glob("*.json")), reason="no measured rows yet")
 def test_committed_pages_are_up_to_date():
     assert write_pages(DOCS, check=True) == []
+
+
+def test_a_page_names_the_first_of_many_commands(tmp_path):
+    rows = [dataclasses.replace(ROW, what=f"loss {i}", command=f"train {i}") for i in range(9)]
+    results.write_rows(tmp_path / "rows" / "a.json", rows)
+    results.write_pages(tmp_path)
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "- Command: `train 0`; `train 1`; `train 2`; and 6 more in `docs/rows`" in page
+    assert all(f"| loss {i} |" in page for i in range(9))

@@ -33,6 +33,10 @@ PAGES = {
 }
 
 
+MANY = 6
+"""Commands, versions and so on of one table beyond which a page names only the first."""
+
+
 class RowError(HypersphereError):
     """A row file that cannot be used."""
 
@@ -182,6 +186,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
 
 
+def _listed(values: Sequence[str]) -> str:
+    """All of a few values; of many the first ones: the rows hold the rest."""
+    if len(values) <= MANY:
+        return "; ".join(values)
+    return f"{'; '.join(values[:3])}; and {len(values) - 3} more in `docs/rows`"
+
+
 def _provenance(rows: Sequence[ResultRow]) -> list[str]:
     """How the numbers of a group came about, each fact once."""
     facts = {
@@ -192,7 +203,7 @@ def _provenance(rows: Sequence[ResultRow]) -> list[str]:
         "Recipes": [f"{row.recipe} ({row.recipe_hash})" for row in rows if row.recipe],
         "Note": [row.note for row in rows if row.note],
     }
-    lines = [f"- {title}: {'; '.join(dict.fromkeys(values))}" for title, values in facts.items() if any(values)]
+    lines = [f"- {title}: {_listed(list(dict.fromkeys(values)))}" for title, values in facts.items() if any(values)]
     if any(row.interval is not None for row in rows):
         lines.append("- ± is the half width of the 95 % confidence interval over the seeds.")
     return lines
