@@ -703,7 +703,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             rows_of = (rows.unsqueeze(1) * self.centres + torch.arange(self.centres, device=rows.device)).flatten()
         else:
             rows_of = rows
-        weight = F.embedding(rows_of, self.weight, sparse=self.sparse)
+        # The dense gradient by a plain addition of rows: that of an embedding may wait for the device.
+        weight = F.embedding(rows_of, self.weight, sparse=True) if self.sparse else self.weight.index_select(0, rows_of)
         return weight, torch.searchsorted(rows, labels).clamp(max=len(rows) - 1), bias
 
     def sample(self, labels: Tensor, draws: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
