@@ -188,6 +188,13 @@ def test_no_normalisation_is_the_range_0_to_1():
     np.testing.assert_array_equal(preprocess(data.images), data.images.numpy().astype(np.float32) / np.float32(255))
 
 
+def test_half_is_the_range_from_minus_1_to_1_by_the_constants_of_the_papers():
+    data = split(40)
+    preprocess = measured(data, "half")
+    np.testing.assert_allclose(preprocess(data.images), (data.images.numpy() - 127.5) / 128, atol=1e-6)
+    assert set(preprocess.state_dict()) == {"mean", "std"}
+
+
 @pytest.mark.parametrize("value", [0, 5, 9, 128, 255])
 def test_constant_channel_is_not_divided_by_the_rounding_of_its_spread(value):
     data = split(37)
@@ -230,9 +237,10 @@ def test_statistics_are_saved_with_the_model():
 
 
 def change_one(image: np.ndarray, draws: np.ndarray, augment: Augment) -> np.ndarray:
-    """Zero-pad, crop back to the size, then flip; the four draws are mirror, upend, down and right."""
+    """Pad, crop back to the size, then flip; the four draws are mirror, upend, down and right."""
     crop, (_, height, width) = augment.crop, image.shape
-    padded = np.pad(image, ((0, 0), (crop, crop), (crop, crop)))
+    mode = {"zeros": "constant", "reflect": "symmetric"}[augment.crop_mode]
+    padded = np.pad(image, ((0, 0), (crop, crop), (crop, crop)), mode=mode)
     down, right = (math.floor(draw * (2 * crop + 1)) for draw in draws[2:])
     out = padded[:, down : down + height, right : right + width]
     if augment.flip and draws[0] < 0.5:
@@ -251,6 +259,8 @@ def change_one(image: np.ndarray, draws: np.ndarray, augment: Augment) -> np.nda
         {"crop": 1},
         {"crop": 2, "flip": True},
         {"crop": 6, "flip": True, "vertical_flip": True},  # more padding than image
+        {"crop": 2, "crop_mode": "reflect", "flip": True},
+        {"crop": 11, "crop_mode": "reflect", "flip": True, "vertical_flip": True},  # mirrored twice and more
     ],
 )
 def test_augmentation_is_that_of_a_loop_over_images(augment, normalise):

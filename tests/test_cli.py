@@ -121,16 +121,33 @@ def test_list_a_family(family, start):
     for name in cli.FAMILIES[family]:
         entry = cli.FAMILIES[family][name]
         row = next(line for line in lines if line.startswith(f"{name} "))
-        assert entry.help in row and all(alias in row for alias in entry.aliases)
-        common = getattr(entry.factory, "shared_options", ())
+        formulas = ":math:" in entry.help or "`" in entry.help
+        assert (formulas or entry.help in row) and all(alias in row for alias in entry.aliases)
+        assert entry.help.split(":math:")[0].split("`")[0] in row
+        common = getattr(entry.factory, "shared_options", None)
         for option in entry.options:  # one that has another default than the others shows it
-            assert str(option) in row or (option.name in common and str(option) in shared), (name, option)
-    assert bool(shared) == (family == "losses")
-    if shared:
+            takes = common is None or option.name in common
+            assert str(option) in row or (takes and str(option) in shared), (name, option)
+    assert not re.search(r"[\\`]|:math:", done.out)
+    assert bool(shared) == (family in ("losses", "operators", "models"))
+    if family == "losses":
         assert "label_smoothing=0.0" in shared and "(but triplet)" in shared and "gradient='exact'" in shared
         assert sum("label_smoothing" in line for line in lines) == 1
     if not len(cli.FAMILIES[family]):
         assert "none yet" in done.out
+
+
+def test_list_operators_shows_formulas_and_each_option_once(start):
+    lines = start("list", "operators").out.splitlines()
+    tanh, sphere, shared = (
+        next(line for line in lines if line.startswith(f"{name} ")) for name in ("tanh", "sphere", "any")
+    )
+    assert "radius=1.0, learn_radius=True" in tanh and "h(t) = alpha tanh(t / R)" in tanh
+    assert "=" not in sphere.split("The angle alone")[0]
+    assert "angular='cosine', weighting='none'" in shared and sum("angular=" in line for line in lines) == 1
+    angulars = start("list", "angulars").out
+    assert re.search(r"^sigmoid +k=0.3 +Sigmoid of the angle", angulars, re.MULTILINE)
+    assert re.search(r"^sqcos +Square cosine .*g\(theta\) = costheta \|costheta\|", angulars, re.MULTILINE)
 
 
 def test_list_recipes_and_everything(start):

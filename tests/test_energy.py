@@ -1,4 +1,4 @@
-"""Hyperspherical energy against closed forms, plain sums, published numbers and its symmetries."""
+"""Energies and orthogonality against closed forms, plain sums, published numbers and their symmetries."""
 
 import itertools
 import math
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hypersphere.energy import MHE, create, hyperspherical_energy
+import hypersphere as hs
+from hypersphere.energy import MHE, Orthogonal, Orthonormal, create, hyperspherical_energy
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import uniform_directions
 
@@ -383,3 +384,121 @@ def test_bad_targets_are_named():
             hyperspherical_energy(torch.zeros(shape))
     with pytest.raises(ArgumentError, match=r"^target must contain linear or convolution layers, got ReLU"):
         MHE()(nn.ReLU())
+
+
+# Orthogonality.
+
+
+def chirp(shape, step, phase):
+    i = torch.arange(math.prod(shape), dtype=torch.float64)
+    return torch.sin(step * i.square() + phase).reshape(shape)
+
+
+def plain_orthogonality(rows, keep_norms, normalised):
+    """Both penalties on lists of numbers, one pair of kernels after the other."""
+    if normalised:
+        rows = [[v / math.hypot(*row) for v in row] for row in rows]
+    total = 0.0
+    for i, first in enumerate(rows):
+        for j, second in enumerate(rows):
+            if i == j and keep_norms:
+                continue
+            total += (sum(a * b for a, b in zip(first, second, strict=True)) - (i == j)) ** 2
+    return total
+
+
+def test_orthonormality_of_known_kernels():
+    weight = chirp((3, 2, 3, 3), 0.3, 0.5).flatten(1).requires_grad_()
+    value = Orthonormal()(weight)
+    assert value.item() == pytest.approx(198.925274339, abs=1e-9)
+    (grad,) = torch.autograd.grad(value, weight)
+    assert grad[:, 0].tolist() == pytest.approx([14.6089154515, -5.57979976052, -11.6255858956], abs=1e-9)
+    assert grad.norm().item() == pytest.approx(178.433489108, abs=1e-8)
+    assert Orthonormal(normalised=True)(weight).item() == pytest.approx(0.207121568037, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [
+        (Orthonormal, 25.0, [[16.0, 40.0, 8.0], [8.0, 20.0, 4.0]]),
+        (Orthogonal, 8.0, [[0.0, 8.0, 8.0], [8.0, 16.0, 0.0]]),
+    ],
+)
+def test_penalties_of_two_kernels(kind, value, gradient):
+    weight = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    found = kind()(weight)
+    assert found.item() == pytest.approx(value, rel=1e-12)
+    assert torch.autograd.grad(found, weight)[0].tolist() == gradient
+    assert kind(squared=False)(weight).item() == pytest.approx(math.sqrt(value), rel=1e-12)
+    assert kind(normalised=True)(weight).item() == pytest.approx(0.8, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Orthonormal, Orthogonal])
+@pytest.mark.parametrize("options", [{}, {"squared": False}, {"normalised": True}], ids=str)
+def test_gradients_of_orthogonality(kind, options):
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(kind(**options), (weight,))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 6))
+def test_orthogonality_against_loops_and_its_floor(seed, n, d):
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for kind in (Orthonormal, Orthogonal):
+        for normalised in (False, True):
+            expected = plain_orthogonality(x.tolist(), kind is Orthogonal, normalised)
+            assert kind(normalised=normalised)(x).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert Orthonormal()(x).item() >= max(0, n - d) - 1e-9
+    basis = torch.linalg.qr(x.mT).Q.mT  # orthonormal rows
+    assert Orthonormal()(basis).item() == pytest.approx(0, abs=1e-24)
+    scaled = basis * torch.arange(1, len(basis) + 1).unsqueeze(1)
+    assert Orthogonal()(scaled).item() == pytest.approx(0, abs=1e-20)
+
+
+@pytest.mark.parametrize("kind", [Orthonormal, Orthogonal])
+def test_orthogonality_of_a_module(kind):
+    """Decoupled layers alone where there are any, each group by itself, and a transposed one's kernels as it has them."""
+    ordinary = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.Linear(5, 3))
+    groups = [*ordinary[0].weight.flatten(1).chunk(2), ordinary[2].weight]
+    expected = sum(plain_orthogonality(rows.tolist(), kind is Orthogonal, False) for rows in groups)
+    assert kind()(ordinary).item() == pytest.approx(expected, rel=1e-5)
+    decoupled = hs.nn.DecoupledConvTranspose1d(3, 4, 2, operator="tanh")
+    mixed = nn.Sequential(ordinary, hs.nn.SphereConv2d(2, 5, 3), decoupled)
+    rows = [mixed[1].weight.flatten(1), decoupled.weight.transpose(0, 1).flatten(1)]
+    expected = sum(plain_orthogonality(one.tolist(), kind is Orthogonal, True) for one in rows)
+    value = kind(normalised=True)(mixed)
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    value.backward()
+    assert ordinary[0].weight.grad is None and decoupled.radius_raw.grad is None
+    assert decoupled.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", [Orthonormal, Orthogonal])
+def test_orthogonality_of_degenerate_kernels(kind):
+    for options in ({}, {"squared": False}, {"normalised": True}):
+        for rows in (torch.zeros(3, 4), torch.zeros(0, 4), torch.eye(3), torch.ones(1, 3)):
+            rows = rows.clone().requires_grad_()
+            value = kind(**options)(rows)
+            assert value.isfinite() and torch.autograd.grad(value, rows)[0].isfinite().all()
+
+
+def test_orthogonality_is_computed_in_float32_under_autocast():
+    x = torch.randn(6, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = Orthonormal()(x)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(Orthonormal()(x.double()).item(), rel=1e-5)
+
+
+def test_orthogonality_is_created_by_name_and_refuses_what_it_cannot_take():
+    module = create("orthogonal", normalised=True)
+    assert repr(module) == "Orthogonal(squared=True, normalised=True)"
+    with pytest.raises(ArgumentError, match=r"^target must have shape \(n, d\), got \(3,\)"):
+        module(torch.zeros(3))
+    with pytest.raises(ArgumentError, match=r"^target must contain linear or convolution layers, got ReLU"):
+        module(nn.ReLU())
+
+
+def test_energy_of_a_decoupled_transposed_convolution_is_that_of_its_kernels():
+    layer = hs.nn.DecoupledConvTranspose2d(3, 4, 2)
+    expected = hyperspherical_energy(layer.weight.transpose(0, 1).flatten(1))
+    assert MHE()(layer).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
-from hypersphere.models import CifarResNet, DigitsCNN, PlainCNN, create, models
+from hypersphere.models import CifarResNet, DigitsCNN, PlainCNN, ResNet, create, models
 from hypersphere.models.networks import _ResidualUnit
 from hypersphere.registry import UnknownNameError
 
@@ -16,6 +18,7 @@ SMALL = {
     "plain-cnn": ((2, 9, 11), {"dim": 5, "convs_per_unit": 2, "widths": (3, 4)}),
     "digits-cnn": ((1, 8, 8), {"dim": 3, "width": 4}),
     "cifar-resnet": ((3, 12, 9), {"depth": 8, "widths": (4, 4, 6)}),
+    "resnet": ((3, 17, 13), {"units": (1, 2), "widths": (4, 8)}),
 }
 
 
@@ -29,14 +32,15 @@ def size(module: nn.Module) -> int:
 
 
 def test_every_model_is_covered_here():
-    assert set(models) == set(SMALL)
+    """The published networks, which are functions that fix options of these, are in test_model_sizes."""
+    assert {name for name in models if inspect.isclass(models[name].factory)} == set(SMALL)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_output_shape(name):
     model, images = small(name)
     assert model(images).shape == (3, model.dim)
-    assert model.dim == {"plain-cnn": 5, "digits-cnn": 3, "cifar-resnet": 6}[name]
+    assert model.dim == {"plain-cnn": 5, "digits-cnn": 3, "cifar-resnet": 6, "resnet": 8}[name]
 
 
 @pytest.mark.parametrize(
@@ -150,14 +154,14 @@ def test_layers_by_name(name):
     model, images = small(name, norm="identity", act="PReLU", conv="Conv2d")
     assert kinds(model, nn.BatchNorm2d, nn.ReLU) == set() and kinds(model, nn.PReLU) == {nn.PReLU}
     assert model(images).shape == (3, model.dim)
-    with pytest.raises(UnknownNameError, match=r"unknown layer 'conv3d'\. Did you mean 'conv2d'\?"):
-        small(name, conv="conv3d")
+    with pytest.raises(UnknownNameError, match=r"unknown layer 'konv2d'\. Did you mean 'conv2d'\?"):
+        small(name, conv="konv2d")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_no_activation_behind_the_last_layer(name):
     """With one, all features would lie in one orthant."""
-    model, images = small(name, **({"dim": 6} if name == "cifar-resnet" else {}))
+    model, images = small(name, **({"dim": 6} if "resnet" in name else {}))
     features = model(torch.randn(64, *images.shape[1:]))
     assert (features < 0).any() and (features > 0).any()
 
@@ -173,6 +177,25 @@ def test_no_activation_behind_the_last_layer(name):
         (lambda: PlainCNN((3, 32, 32), widths=(4, 0)), "widths must be at least 1, got 0"),
         (lambda: PlainCNN((3, 32, 7)), r"shape must be at least 8 pixels high and wide here, got \(3, 32, 7\)"),
         (lambda: PlainCNN((3, 3, 32), widths=(2, 2)), r"shape must be at least 4 pixels .* got \(3, 3, 32\)"),
+        (lambda: PlainCNN((3, 32, 32), kernel=4), "kernel must be odd and at least 1, got 4"),
+        (lambda: PlainCNN((3, 32, 32), pool="4x4"), "pool must be one of '2x2', '2x2-ceil', '3x3', got '4x4'"),
+        (lambda: PlainCNN((3, 32, 32), stem="7x7"), "stem must be one of 'none', '3x3', '3x3-stride2', 'imagenet'"),
+        (lambda: PlainCNN((3, 32, 32), stem="3x3", widths=()), "stem needs units"),
+        (lambda: PlainCNN((3, 16, 16), stem="imagenet"), "shape must be at least 32 pixels"),
+        (lambda: PlainCNN((3, 32, 32), hidden=(0,)), "hidden must be at least 1, got 0"),
+        (lambda: PlainCNN((3, 32, 32), init="zero"), "init must be one of 'conv', 'he', .* got 'zero'"),
+        (lambda: PlainCNN((3, 32, 32), bn_eps=0.0), "bn_eps must be greater than 0, got 0.0"),
+        (lambda: PlainCNN((3, 32, 32), bn_momentum=2.0), "bn_momentum must be at least 0 and at most 1, got 2.0"),
+        (
+            lambda: ResNet((3, 64, 64), units=(1, 1)),
+            r"units must hold one number for each of the 4 stages, got \(1, 1\)",
+        ),
+        (lambda: ResNet((3, 64, 64), widths=(), units=()), "widths must hold one number for each"),
+        (lambda: ResNet((3, 64, 64), strides=(1, 2)), "strides must hold one number for each of the 4 stages"),
+        (lambda: ResNet((3, 64, 64), units=(1, 0, 1, 1)), "units must be at least 1, got 0"),
+        (lambda: ResNet((3, 64, 64), unit="wide"), "unit must be one of 'basic', .* got 'wide'"),
+        (lambda: ResNet((3, 64, 64), stem="none"), "stem must be one of '3x3', '3x3-stride2', 'imagenet', got 'none'"),
+        (lambda: ResNet((3, 31, 64)), "shape must be at least 32 pixels"),
         (lambda: DigitsCNN((1, 3, 3)), "shape must be at least 4 pixels"),
         (lambda: DigitsCNN((1, 8, 8), width=0), "width must be at least 1, got 0"),
         (lambda: DigitsCNN((1, 8, 8), dim=0), "dim must be at least 1, got 0"),

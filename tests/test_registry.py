@@ -3,6 +3,7 @@
 import inspect
 import pickle
 import typing
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ FAMILIES = (
     hs.angular.angulars,
     hs.energy.energies,
     hs.nn.layers,
+    hs.nn.operators,
     hs.orthogonal.maps,
 )
 
@@ -312,12 +314,63 @@ def test_the_losses():
     assert (head.dim, head.classes, head.s) == (4, 3, 8.0)
 
 
+@dataclass
+class Above:
+    """A dataclass.
+
+    Args:
+        size: How large.
+        colour: Which colour.
+    """
+
+    size: int = 1
+    colour: str = "red"
+
+
+@dataclass
+class Below(Above):
+    """One with a field more, and its own words on another.
+
+    Args:
+        colour: Which colour this one has.
+        weight: How heavy.
+    """
+
+    weight: float = 2.0
+
+
+def test_a_dataclass_takes_the_fields_of_the_class_above_with_their_help():
+    registry = Registry("thing")
+    registry.register("below")(Below)
+    assert [(str(option), option.help) for option in registry["below"].options] == [
+        ("size=1", "How large."),
+        ("colour='red'", "Which colour this one has."),
+        ("weight=2.0", "How heavy."),
+    ]
+
+
+def test_the_operators():
+    assert list(hs.nn.operators) == ["ball", "linear", "log", "mix", "seg", "sphere", "tanh"]
+    options = {option.name: option for option in hs.nn.operators["segmented"].options}
+    assert options["angular"].help.startswith("Angular function") and options["radius"].help.startswith(
+        "Initial radius"
+    )
+    assert (options["beta"].default, options["beta"].help) == (0.5, "Slope beyond the radius.")
+    with pytest.raises(ArgumentError, match=r"^radius is not an option of 'sphere'\. .*\(allowed: angular, weighting,"):
+        hs.nn.create("sphere", radius=2.0)
+    made = hs.nn.create("TanH", "Conv-2d", angular="sqcos")(3, 8, 3, padding=1)
+    assert isinstance(made, nn.Conv2d) and made.operator == hs.nn.operator("tanh", angular="sqcos")
+    assert hs.nn.create("sphere", "linear")(3, 2)(torch.ones(1, 3)).shape == (1, 2)
+    with pytest.raises(ArgumentError, match=r"^layer must be one of conv1d, .*, got 'conv4d'"):
+        hs.nn.create("sphere", "conv4d")
+
+
 def test_the_layers():
-    assert isinstance(hs.nn.create("Conv2d", 3, 8, 3, padding=1), nn.Conv2d)
-    assert hs.nn.create("linear", 3, 2, bias=False)(torch.ones(1, 3)).shape == (1, 2)
+    assert isinstance(hs.nn.factory("Conv2d")(3, 8, 3, padding=1), nn.Conv2d)
+    assert hs.nn.factory("linear")(3, 2, bias=False)(torch.ones(1, 3)).shape == (1, 2)
     assert hs.nn.factory("batchnorm2d") is nn.BatchNorm2d
     assert hs.nn.factory(nn.Tanh) is nn.Tanh
     for name, kind in (("identity", nn.Identity), ("relu", nn.ReLU), ("prelu", nn.PReLU)):
-        assert isinstance(hs.nn.create(name), kind)
+        assert isinstance(hs.nn.factory(name)(), kind)
     with pytest.raises(UnknownNameError, match=r"unknown layer 'conv3'\. Did you mean 'conv2d'"):
         hs.nn.factory("conv3")

@@ -420,3 +420,82 @@ def test_write_replaces_the_file_whole_or_not_at_all(tmp_path, runs):
         report.write(runs, output)
     assert output.read_text(encoding="utf-8") == first
     assert [path.name for path in output.parent.iterdir()] == ["report.html"]
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+def add_tensors(run, **tensors):
+    """Further tensors in the file of an evaluation; of names, two underscores stand for a slash, one for a dot."""
+    metadata = {"class_names": json.dumps([f"digit {i}" for i in range(7)])}
+    more = {name.replace("__", "/").replace("_", "."): value for name, value in tensors.items()}
+    save_file(load(run) | more, run / "features.safetensors", metadata=metadata)
+    return run
+
+
+def test_radii_and_steepnesses_of_layers_against_a_plain_computation(tmp_path):
+    rng = np.random.default_rng(0)
+    first, second, third = (rng.gamma(9, 0.1, size=n).astype(np.float32) for n in (32, 64, 8))
+    run = add_tensors(
+        make_run(tmp_path, "softmax"),
+        radius__00002__features_0=first,
+        radius__00010__features_3=second,  # behind the first, whatever the order of their names
+        k__00010__features_3=third,
+    )
+    page = Page(report.build([run]))
+    radius, k = page.of_kind("histogram")[-2:]
+    boxes, means = radius["data"]
+    assert boxes["x"] == means["x"] == [1, 2] and means["customdata"] == ["features.0", "features.3"]
+    assert boxes["customdata"][0] == means["customdata"]
+    np.testing.assert_allclose(means["y"], [first.mean(), second.mean()], rtol=1e-3)
+    shares, centres = np.array(boxes["z"]), np.array(boxes["y"])
+    for column, values in zip(shares.T, (first, second), strict=True):
+        nearest = np.abs(values[:, None] - centres).argmin(axis=1)
+        expected = 100 * np.bincount(nearest, minlength=len(centres)) / len(values)
+        np.testing.assert_allclose(column, expected, atol=0.1)
+    low, high = min(first.min(), second.min()), max(first.max(), second.max())
+    assert f"From {low:.3g} to {high:.3g}" in page.text
+    assert k["data"][0]["x"] == [1] and "Steepness k: digits-softmax" in page.text
+
+
+def test_equal_values_of_layers_fall_into_one_box(tmp_path):
+    run = add_tensors(make_run(tmp_path, "softmax"), k__00001__a=np.full(3, 0.5, np.float32))
+    shares = np.array(Page(report.build([run])).of_kind("histogram")[-1]["data"][0]["z"])
+    assert shares.max() == shares.sum() == 100
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_filters_are_a_grid_of_pictures(tmp_path, channels):
+    rng = np.random.default_rng(0)
+    filters = rng.normal(size=(10, channels, 3, 5)).astype(np.float32)
+    filters[4] = 0
+    page = Page(report.build([add_tensors(make_run(tmp_path, "softmax"), filters=filters)]))
+    (figure,) = page.of_kind("filters")
+    image = np.array(figure["data"][0]["z"])
+    columns = (image.shape[1] + 1) // 6
+    assert image.shape == (4 * -(-10 // columns) - 1, 6 * columns - 1, 4)
+    seen = np.zeros(image.shape[:2], bool)
+    for index, one in enumerate(filters):
+        top, left = 4 * (index // columns), 6 * (index % columns)
+        tile = image[top : top + 3, left : left + 5]
+        seen[top : top + 3, left : left + 5] = True
+        scaled = one / max(np.abs(one).max(), 1e-9)
+        expected = np.broadcast_to(127.5 * (1 + scaled.transpose(1, 2, 0)), (3, 5, 3))
+        np.testing.assert_allclose(tile[..., :3], expected, atol=0.51)
+        assert (tile[..., 3] == 1).all()
+    assert not image[~seen].any()  # transparent between them
+    assert "All 10 filters, 3x5" in page.text
+
+
+def test_of_very_many_filters_the_first_are_shown(tmp_path):
+    run = add_tensors(make_run(tmp_path, "softmax"), filters=np.ones((300, 1, 2, 2), np.float32))
+    page = Page(report.build([run]))
+    image = np.array(page.of_kind("filters")[0]["data"][0]["z"])
+    assert (image[..., 3] == 1).sum() == 256 * 4 and "The first 256 of 300 filters" in page.text
+
+
+def test_layers_that_cannot_be_drawn_are_left_out(tmp_path):
+    broken = {"filters": np.full((2, 3, 3, 3), np.nan, np.float32), "k__00001__a": np.array([1, np.inf], np.float32)}
+    page = Page(report.build([add_tensors(make_run(tmp_path, "softmax"), **broken)]))
+    assert not page.of_kind("filters") and "Steepness" not in page.text
+    assert "Layers" not in page.text

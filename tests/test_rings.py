@@ -91,7 +91,10 @@ for name in hs.losses.losses:
     loss = hs.losses.create(name, 8, 5)(torch.randn(4, 8, requires_grad=True), torch.tensor([0, 4, 2, 2]))
     loss.backward()
     assert loss.isfinite()
-hs.energy.MHE()(hs.nn.create("linear", 3, 4)).backward()
+hs.energy.MHE()(hs.nn.factory("linear")(3, 4)).backward()
+for name in hs.nn.operators:
+    layer = hs.nn.create(name, "linear")(3, 4)
+    (layer(torch.randn(2, 3)).sum() + hs.energy.Orthonormal()(layer)).backward()
 print(*sorted(m for m in sys.modules if m.startswith("hypersphere.")))
 """
 

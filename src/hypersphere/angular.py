@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import check_range
-from hypersphere.geometry import arccos, arccos_slope, at_least_float32
+from hypersphere.geometry import arccos, arccos_slope, at_least_float32, safe_sqrt
 from hypersphere.registry import Registry
 
 angulars: Registry[Angular] = Registry("angular function")
+
+_STEP = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+"""Distance from 1 at which an inverse stops."""
 
 
 def create(name: str | Angular, **options: Any) -> Angular:
@@ -50,6 +53,18 @@ class Angular:
         """Derivative at angles in [0, pi], any shape."""
         raise NotImplementedError(f"{type(self).__name__} defines no slope")
 
+    def cosine_at(self, values: Tensor) -> Tensor:
+        """The cosine at which the function takes these values: the inverse of :meth:`of_cosine`, same shape.
+
+        A layer keeps its output alone for the backward pass and finds the angles again by this. Where a function is
+        flat, any cosine of the flat part will do.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no inverse")
+
+    def slope_at(self, values: Tensor, cosines: Tensor) -> Tensor:
+        """Derivative by the cosine where the function takes these values, at these cosines; same shape."""
+        return self.slope_of_cosine(cosines)
+
 
 @angulars.register("cosine", aliases=("cos",))
 @dataclass(frozen=True)
@@ -73,6 +88,10 @@ class Cosine(Angular):
         """1 everywhere."""
         return torch.ones_like(cosines)
 
+    def cosine_at(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
+
 
 @angulars.register("linear")
 @dataclass(frozen=True)
@@ -91,6 +110,14 @@ class Linear(Angular):
     def slope(self, theta: Tensor) -> Tensor:
         """Derivative at angles, the same everywhere."""
         return torch.full_like(theta, -2 / math.pi)
+
+    def slope_of_cosine(self, cosines: Tensor) -> Tensor:
+        """Derivative by the cosine."""
+        return arccos_slope(cosines) * (-2 / math.pi)
+
+    def cosine_at(self, values: Tensor) -> Tensor:
+        """The cosine at which the function takes these values."""
+        return (values.clamp(-1, 1) * (math.pi / 2)).sin()
 
 
 @angulars.register("sigmoid")
@@ -113,14 +140,49 @@ class Sigmoid(Angular):
     def __post_init__(self) -> None:
         check_range("k", self.k, 0, open_low=True)
 
-    def __call__(self, theta: Tensor) -> Tensor:
-        """Value at angles, any shape; the tanh form cannot overflow."""
-        return ((math.pi / 2 - theta) / (2 * self.k)).tanh() / math.tanh(math.pi / (4 * self.k))
+    def __call__(self, theta: Tensor, k: Tensor | None = None) -> Tensor:
+        """Value at angles, any shape; the tanh form cannot overflow. A ``k`` that broadcasts replaces the own one."""
+        steepness = self.k if k is None else k
+        return ((math.pi / 2 - theta) / (2 * steepness)).tanh() / self._largest(k)
 
-    def slope(self, theta: Tensor) -> Tensor:
+    def of_cosine(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
+        """Value at the angles of these cosines."""
+        return self(arccos(cosines), k)
+
+    def slope(self, theta: Tensor, k: Tensor | None = None) -> Tensor:
         """Derivative at angles."""
-        tanh = ((math.pi / 2 - theta) / (2 * self.k)).tanh()
-        return (tanh.square() - 1) / (2 * self.k * math.tanh(math.pi / (4 * self.k)))
+        steepness = self.k if k is None else k
+        tanh = ((math.pi / 2 - theta) / (2 * steepness)).tanh()
+        return (tanh.square() - 1) / (2 * steepness * self._largest(k))
+
+    def slope_of_cosine(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
+        """Derivative by the cosine."""
+        return arccos_slope(cosines) * self.slope(arccos(cosines), k)
+
+    def cosine_at(self, values: Tensor, k: Tensor | None = None) -> Tensor:
+        """The cosine at which the function takes these values; beyond the precision of a saturated value, +-1."""
+        steepness = self.k if k is None else k
+        return (2 * steepness * self._tanh_at(values, k).atanh()).clamp(-math.pi / 2, math.pi / 2).sin()
+
+    def slope_at(self, values: Tensor, cosines: Tensor, k: Tensor | None = None) -> Tensor:
+        """Derivative by the cosine where the function takes these values, at these cosines."""
+        scale = -2 * (self.k if k is None else k) * self._largest(k)
+        return (1 - self._tanh_at(values, k).square()) * arccos_slope(cosines) / scale
+
+    def k_slope_at(self, values: Tensor, k: Tensor) -> Tensor:
+        """Derivative by ``k`` where the function takes these values."""
+        tanh, largest = self._tanh_at(values, k), self._largest(k)
+        edge = (1 - largest.square()) * (math.pi / 4) / (k * largest)
+        return (edge * tanh - (1 - tanh.square()) * tanh.atanh()) / (k * largest)
+
+    def _tanh_at(self, values: Tensor, k: Tensor | None) -> Tensor:
+        """The tanh of the formula where the function takes these values, short of +-1."""
+        limit = 1 - _STEP[values.dtype]
+        return (values * self._largest(k)).clamp(-limit, limit)
+
+    def _largest(self, k: Tensor | None) -> Any:
+        """Tanh at angle 0, by which the function is divided."""
+        return math.tanh(math.pi / (4 * self.k)) if k is None else (math.pi / (4 * k)).tanh()
 
 
 @angulars.register("sqcos", aliases=("square-cosine",))
@@ -146,6 +208,10 @@ class SquareCosine(Angular):
         """Derivative by the cosine."""
         return 2 * cosines.abs()
 
+    def cosine_at(self, values: Tensor) -> Tensor:
+        """The cosine at which the function takes these values."""
+        return values.sign() * safe_sqrt(values.abs())
+
 
 @angulars.register("relucos", aliases=("relu-cosine",))
 @dataclass(frozen=True)
@@ -168,3 +234,7 @@ class ReluCosine(Angular):
     def slope_of_cosine(self, cosines: Tensor) -> Tensor:
         """Derivative by the cosine."""
         return (cosines > 0).to(cosines.dtype)
+
+    def cosine_at(self, values: Tensor) -> Tensor:
+        """The values themselves; 0 stands for every negative cosine."""
+        return values

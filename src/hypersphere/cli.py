@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import hypersphere
-from hypersphere import data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
+from hypersphere import angular, data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
 from hypersphere.errors import HypersphereError
 from hypersphere.plot_cli import plot_app
 from hypersphere.registry import Registry, UnknownNameError, did_you_mean
@@ -107,7 +108,7 @@ def evaluate_run(run: Run, device: Device = "auto", data_root: DataRoot = None) 
     trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
     trainer.load_weights()
     outputs = trainer.outputs()
-    trainer.write_evaluation(outputs, evaluate.measure(outputs, trainer.recipe.evaluate.metrics))
+    trainer.write_evaluation(outputs, trainer.metrics(outputs))
     _show_metrics([folder])
 
 
@@ -124,6 +125,8 @@ def report_runs(
 FAMILIES: dict[str, Registry[Any]] = {
     "losses": losses.losses,
     "layers": nn.layers,
+    "operators": nn.operators,
+    "angulars": angular.angulars,
     "energies": energy.energies,
     "orthogonal": orthogonal.maps,
     "models": models.models,
@@ -163,20 +166,28 @@ def _entries(family: str) -> Iterator[tuple[str, str, str]]:
         yield "none yet", "", ""
     else:
         entries = [FAMILIES[family][name] for name in FAMILIES[family]]
-        # Shared options are listed once, with the defaults of the class that defines them.
+        # Shared options are listed once, with the defaults of the class that defines them, or of all where all agree.
         sharing = [entry for entry in entries if vars(entry.factory).get("shared_options")]
         shared = {str(o) for e in sharing for o in e.options if o.name in e.factory.shared_options}  # type: ignore[attr-defined]
+        if not sharing and len(entries) > 2:
+            shared = set.intersection(*({str(option) for option in entry.options} for entry in entries))
         without = []
         for entry in entries:
             also = f" [dim](also {', '.join(entry.aliases)})[/]" if entry.aliases else ""
-            takes = bool(getattr(entry.factory, "shared_options", ()))
+            takes = not sharing or bool(getattr(entry.factory, "shared_options", ()))
             own = [str(option) for option in entry.options if not (takes and str(option) in shared)]
             without += [] if takes else [entry.name]
-            yield entry.name, escape(", ".join(own)), escape(entry.help) + also
+            yield entry.name, escape(", ".join(own)), escape(_plain(entry.help)) + also
         if shared:
-            those = [str(option) for entry in sharing for option in entry.options if str(option) in shared]
+            those = [str(option) for option in (sharing or entries)[0].options if str(option) in shared]
             but = f" (but {', '.join(without)})" if without else ""
             yield "any of these", escape(", ".join(those)), f"what every one of them takes, too{but}"
+
+
+def _plain(text: str) -> str:
+    """A docstring's line without the markup of its formulas."""
+    words = re.sub(r":math:`([^`]*)`", r"\1", text).replace("``", "")
+    return re.sub(r"\\mathrm|[{}]", "", words.replace(r"\|", "|").replace(r"\,", " ")).replace("\\", "")
 
 
 @app.command("data")

@@ -255,15 +255,17 @@ def geodesic_distance(x: Tensor, y: Tensor, radius: float = 1.0, dim: int = -1) 
     return radius * angle(x, y, dim)
 
 
-def patch_norm(
+def patch_energy(
     x: Tensor,
     kernel_size: int | Sequence[int],
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    *,
+    output_size: Sequence[int] | None = None,
 ) -> Tensor:
-    r"""Norm of every patch that a convolution with these settings would see, zero padding included.
+    r"""Squared norm of every patch that a convolution with these settings would see, zero padding included.
 
     One sum of squares over the channels, then sums over windows of one channel: no patch is ever copied out.
 
@@ -273,14 +275,16 @@ def patch_norm(
         stride: Step of the window.
         padding: Zeros on both sides.
         dilation: Spacing inside the window.
-        groups: Channel groups; each has norms of its own.
+        groups: Channel groups; each has patches of its own.
+        output_size: Spatial size of the output of a transposed convolution, whose patches these then are: the
+            input values that reach a place of the output.
 
     Returns:
-        ``(N, groups, *output spatial)`` in float32 or wider, with gradient 0 at an all-zero patch.
+        ``(N, groups, *output spatial)`` in float32 or wider.
 
     Example:
-        >>> patch_norm(torch.ones(1, 4, 3, 3), kernel_size=3)
-        tensor([[[[6.]]]])
+        >>> patch_energy(torch.ones(1, 4, 3, 3), kernel_size=3)
+        tensor([[[[36.]]]])
     """
     spatial = x.dim() - 2
     if spatial not in (1, 2, 3):
@@ -301,12 +305,74 @@ def patch_norm(
         per_axis("dilation", dilation),
         strict=True,
     )
-    sums = at_least_float32(x).square().unflatten(1, (groups, -1)).sum(2)
-    # A box is separable, and sums of windows are exact where a convolution might run in TF32.
+    sums = at_least_float32(x).unflatten(1, (groups, -1)).square().sum(2)
+    return window_sums(sums, tuple(windows), output_size)
+
+
+def window_sums(
+    maps: Tensor, windows: Sequence[tuple[int, int, int, int]], output_size: Sequence[int] | None = None
+) -> Tensor:
+    """Sums over windows of each map, or, with ``output_size``, the transpose of that: each value on all its window.
+
+    A box is separable, and sums of windows are exact where a convolution might run in TF32.
+
+    Args:
+        maps: ``(N, G, *spatial)``.
+        windows: Size, step, padding and spacing of the window along each spatial axis.
+        output_size: Spatial size of what the maps are window sums of; gives the transpose.
+
+    Returns:
+        ``(N, G, *output spatial)``.
+
+    Example:
+        >>> window_sums(torch.ones(1, 1, 4), [(3, 1, 1, 1)])
+        tensor([[[2., 3., 3., 2.]]])
+        >>> window_sums(torch.ones(1, 1, 2), [(3, 2, 0, 1)], output_size=[5])
+        tensor([[[1., 1., 2., 1., 1.]]])
+    """
     for axis, (size, step, pad, spacing) in enumerate(windows, start=2):
-        sums = F.pad(sums.movedim(axis, -1), (pad, pad))
-        sums = sums.unfold(-1, (size - 1) * spacing + 1, step)[..., ::spacing].sum(-1).movedim(-1, axis)
-    return safe_sqrt(sums)
+        if (size, step, pad) == (1, 1, 0) and (output_size is None or output_size[axis - 2] == maps.shape[axis]):
+            continue
+        inner = (0, 0) * (maps.dim() - 1 - axis)
+        extent, stride = (size - 1) * spacing, step
+        left, right = pad, pad
+        if output_size is not None:
+            if step > 1:  # zeros between the values
+                maps = F.pad(maps.unsqueeze(axis + 1), (*inner, 0, step - 1)).flatten(axis, axis + 1)
+            left = extent - pad
+            right = output_size[axis - 2] + pad - maps.shape[axis]
+            stride = 1
+        maps = F.pad(maps, (*inner, left, right))
+        maps = maps.unfold(axis, extent + 1, stride)[..., ::spacing].sum(-1)
+    return maps
+
+
+def patch_norm(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    r"""Norm of every patch that a convolution with these settings would see: the root of :func:`patch_energy`.
+
+    Args:
+        x: ``(N, C, *spatial)`` with one, two or three spatial axes.
+        kernel_size: Size of the window.
+        stride: Step of the window.
+        padding: Zeros on both sides.
+        dilation: Spacing inside the window.
+        groups: Channel groups; each has norms of its own.
+
+    Returns:
+        ``(N, groups, *output spatial)`` in float32 or wider, with gradient 0 at an all-zero patch.
+
+    Example:
+        >>> patch_norm(torch.ones(1, 4, 3, 3), kernel_size=3)
+        tensor([[[[6.]]]])
+    """
+    return safe_sqrt(patch_energy(x, kernel_size, stride, padding, dilation, groups))
 
 
 def uniform_directions(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hypersphere import losses, recipe
-from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.errors import ArgumentError, HypersphereError, check_choice
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax
 from hypersphere.margins import NoMargin
 from hypersphere.train import RunFolder, Trainer, pick_device
@@ -32,6 +32,13 @@ SELECTION = (
     "combined",
     "sphereface-r:version=v2",
 )
+
+OPERATOR_PARTS = {
+    "all": ("plot_operators", "operators.png"),
+    "geometry": ("plot_operator_geometry", "operator_geometry.png"),
+    "field": ("plot_operator_field", "operator_field.png"),
+}
+"""What ``plot operators`` can draw: the function, and the file where none is named."""
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write: .png, .svg or .pdf")]
 Options = Annotated[
@@ -109,6 +116,20 @@ def plot_hardness(
     trainer.load_weights()
     figure = _plots().hardness(trainer.outputs(), trainer.data.class_names, str(folder.facts()["name"]))
     _write(figure, output or folder.path / "hardness.png")
+
+
+@plot_app.command("operators")
+def plot_operators(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="OPERATOR", help="names of operators (default: all)")
+    ] = None,
+    output: Output = None,
+    part: Annotated[str, typer.Option(help=f"what to draw: {', '.join(OPERATOR_PARTS)}")] = "all",
+) -> None:
+    """Draw decoupled operators: magnitudes, angular functions, and what they do to inputs in the plane."""
+    check_choice("part", part, tuple(OPERATOR_PARTS))
+    function, default = OPERATOR_PARTS[part]
+    _write(getattr(_plots(), function)(names or None), output or Path(default))
 
 
 def _plots() -> types.ModuleType:

@@ -30,6 +30,7 @@ from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
 from hypersphere.models import models
+from hypersphere.nn import operators
 from hypersphere.registry import Entry, Registry, UnknownNameError, did_you_mean
 
 Location = tuple[str | int, ...]
@@ -68,10 +69,41 @@ class Regulariser(Part):
     target: Literal["model", "head"] = "model"
 
 
+class Convert(Part):
+    """A decoupled operator in the model's layers: its ``name``, its options, and which layers get it.
+
+    The keys are arguments of :func:`hypersphere.nn.convert`. The classifier is no part of the model, so by default the
+    last layer is converted, too.
+    """
+
+    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of layers to convert")
+    include: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to convert")
+    exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
+    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
+        ("shortcut",), description="places of layers to leave alone"
+    )
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Which layers: what is given of it, by argument."""
+        keys = ("types", "include", "exclude", "skip")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+
+class Project(_Section):
+    """Projection of the decoupled kernels whose norm does not count, before the first step and then again."""
+
+    every: int = Field(0, ge=0, description="steps between projections of decoupled kernels to norm s; 0: none")
+    s: float = Field(1.0, gt=0, description="norm of the projected kernels")
+
+
 class Augment(_Section):
     """Random changes of the training images, drawn anew for every image and step."""
 
-    crop: int = Field(0, ge=0, description="zero padding of a random crop back to the original size")
+    crop: int = Field(0, ge=0, description="padding of a random crop back to the original size")
+    crop_mode: Literal["zeros", "reflect"] = Field(
+        "zeros", description="'reflect' pads with the mirrored image, edge pixels included"
+    )
     flip: bool = Field(False, description="mirror left and right with probability 1/2")
     vertical_flip: bool = Field(False, description="mirror up and down with probability 1/2")
 
@@ -82,8 +114,10 @@ class Data(Part):
     name: str = "digits"
     batch_size: int = Field(128, ge=1, description="images a step, over all processes")
     hold_out: tuple[int | str, ...] = Field((), description="classes kept out of training, for verification")
-    normalise: Literal["channel", "pixel", "none"] = Field(
-        "channel", description="subtract the mean of each channel (and divide by its spread) or of each pixel"
+    normalise: Literal["channel", "pixel", "half", "none"] = Field(
+        "channel",
+        description="subtract the mean of each channel (and divide by its spread) or of each pixel; "
+        "'half': (byte - 127.5) / 128",
     )
     augment: Augment = Augment()
     workers: int = Field(0, ge=0, description="processes that decode image files")
@@ -98,7 +132,11 @@ class Optimiser(_Section):
     nesterov: bool = Field(False, description="sgd only")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(5e-4, ge=0)
-    decay: Literal["all", "weights"] = Field("all", description="'weights' spares biases and normalisation")
+    decay: Literal["all", "weights"] = Field(
+        "all",
+        description="'weights' spares biases and normalisation; decoupled kernels whose norm does not count, radii and "
+        "k are spared in any case",
+    )
     head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
 
 
@@ -134,6 +172,11 @@ class Evaluate(_Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     batch_size: int = Field(1000, ge=1)
     metrics: tuple[str, ...] = ("classification", "angles", "verification", "energy")
+    recalibrate: int = Field(
+        0,
+        ge=0,
+        description="also measure the accuracy with normalisation statistics estimated anew from so many batches",
+    )
 
 
 _HOUSEKEEPING: dict[str, Any] = {
@@ -142,6 +185,22 @@ _HOUSEKEEPING: dict[str, Any] = {
     "data": {"workers"},
     "train": {"tensorboard", "keep_checkpoints"},
 }
+
+_LATER: dict[tuple[str, ...], Any] = {
+    ("convert",): None,
+    ("project",): {"every": 0, "s": 1.0},
+    ("data", "augment", "crop_mode"): "zeros",
+    ("evaluate", "recalibrate"): 0,
+    **{
+        ("model", option): value
+        for option, value in {
+            **{"stem": "none", "kernel": 3, "pool": "2x2", "pool_last": True, "hidden": [], "fc_bn": False},
+            **{"fc_act": False, "fc_bias": False, "fc_decoupled": True, "slope": None, "init": "conv"},
+            **{"bn_eps": None, "bn_momentum": None},
+        }.items()
+    },
+}
+"""Keys that were added after results had been recorded, with what means "as before": that is left out of the hash."""
 
 
 class Recipe(_Section):
@@ -152,6 +211,8 @@ class Recipe(_Section):
     seed: int = Field(0, ge=0, lt=2**32)
     data: Data = Data()
     model: Part = Part(name="digits-cnn")
+    convert: Convert | None = Field(None, description="a decoupled operator for the layers of the model")
+    project: Project = Project()
     loss: Part = Part(name="softmax")
     regularisers: tuple[Regulariser, ...] = ()
     optimiser: Optimiser = Optimiser()
@@ -173,6 +234,12 @@ class Recipe(_Section):
 
     def _hash(self, exclude: dict[str, Any]) -> str:
         content = self.model_dump(mode="json", exclude=exclude)
+        for (*sections, key), before in _LATER.items():
+            section = content
+            for name in sections:
+                section = section[name]
+            if key in section and section[key] == before:
+                del section[key]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
@@ -273,17 +340,21 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
             evaluations[name]
         except UnknownNameError as error:
             mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
+    if recipe.convert is not None:
+        updates["convert"] = _resolve(recipe.convert, operators, ("convert",), places, mistakes)
     mistakes += _contradictions(recipe, places)
     if mistakes:
         raise RecipeError("\n".join(mistakes))
     recipe = recipe.model_copy(update=updates)
     recipe._places = places
-    # Heads and energies are cheap to build: ranges are checked now, not after the data has been loaded.
+    # Heads, energies and operators are cheap to build: ranges are checked now, not after the data has been loaded.
     # A list holds one number for each class; the data will tell whether there are as many.
     classes = next((len(value) for value in recipe.loss.options.values() if isinstance(value, list)), 2)
     recipe.build(losses, ("loss",), 2, max(classes, 1))
     for index in range(len(recipe.regularisers)):
         recipe.build(energies, ("regularisers", index))
+    if recipe.convert is not None:
+        recipe.build(operators, ("convert",))
     return recipe
 
 
@@ -303,6 +374,10 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.loss.options.get("sparse"):
         message = "must be false: the trainer's optimisers take dense gradients (hypersphere.optim.RowSGD takes both)"
         found.append(_describe(places, ("loss", "sparse"), message))
+    weighting = "none" if recipe.convert is None else recipe.convert.options.get("weighting", "none")
+    if recipe.project.every and weighting != "none":
+        message = f"must be 0 with convert.weighting = {weighting!r}, where the norm of the kernels counts"
+        found.append(_describe(places, ("project", "every"), message))
     if schedule.warmup > steps:
         message = f"must not exceed train.steps = {steps}, got {schedule.warmup}"
         found.append(_describe(places, ("schedule", "warmup"), message))
@@ -409,7 +484,7 @@ def _renamed(section: dict[str, Any], name: Any) -> dict[str, Any]:
     """``section`` for a part called ``name``: another part does not inherit the options of the old one."""
     if name is None or name == section.get("name"):
         return section
-    own = Data.model_fields | Regulariser.model_fields | Optimiser.model_fields | Schedule.model_fields
+    own = {key for kind in (Data, Convert, Regulariser, Optimiser, Schedule) for key in kind.model_fields}
     return {key: value for key, value in section.items() if key in own}
 
 
@@ -431,7 +506,9 @@ def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) 
         if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
             raise RecipeError(f"override {override!r}: {above} is a list of {len(target)}, got the index {key!r}")
         if depth < len(keys) - 1:
-            target = target[key] if isinstance(target, list) else target.setdefault(key, {})
+            if isinstance(target, dict) and target.get(key) is None:
+                target[key] = {}  # a section that is not there, or off
+            target = target[key]
     last = keys[-1]
     if last == "name" and len(keys) > 1 and isinstance(target, dict):
         # What another override gave stays, whichever of the two comes first.

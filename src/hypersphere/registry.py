@@ -196,7 +196,10 @@ def _options(factory: Callable[..., Any], hidden: tuple[str, ...]) -> tuple[Opti
     """The options in a factory's own signature."""
     target = factory.__init__ if inspect.isclass(factory) else factory
     hints = get_type_hints(target, include_extras=True)
-    texts = _argument_help(inspect.getdoc(factory) or "")
+    texts: dict[str, str] = {}
+    # A class inherits the help of its parents' arguments, of which a dataclass takes all.
+    for owner in reversed(factory.__mro__) if inspect.isclass(factory) else (factory,):
+        texts |= _argument_help(inspect.cleandoc(owner.__doc__ or ""))
     return tuple(
         Option(p.name, hints.get(p.name, Any), p.default, texts.get(p.name, ""))
         for p in list(inspect.signature(target).parameters.values())[inspect.isclass(factory) :]

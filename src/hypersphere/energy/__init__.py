@@ -1,4 +1,4 @@
-r"""Hyperspherical energy: how evenly a set of directions fills the sphere."""
+r"""Regularisers of weights: hyperspherical energy (how evenly directions fill the sphere) and orthogonality."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, full_precision, normalise
+from hypersphere.geometry import at_least_float32, full_precision, normalise, safe_sqrt
+from hypersphere.nn import Decoupled
 from hypersphere.registry import Registry
 
 energies: Registry[nn.Module] = Registry("energy")
@@ -62,6 +63,23 @@ def hyperspherical_energy(
     return total / max(n * (n - 1), 1) if reduction == "mean" else total
 
 
+def _layers(module: nn.Module) -> list[Any]:
+    """The linear and convolution layers of a module."""
+    kinds = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | Decoupled
+    layers = [layer for layer in module.modules() if isinstance(layer, kinds)]
+    if not layers:
+        raise ArgumentError("target", f"must contain linear or convolution layers, got {type(module).__name__}")
+    return layers
+
+
+def _kernels(layer: Any) -> Tensor:
+    """The kernels of a layer, ``(groups, n, d)``."""
+    if isinstance(layer, Decoupled):
+        return layer._by_kernel(layer.weight).flatten(2)
+    weight: Tensor = layer.weight
+    return weight.unflatten(0, (getattr(layer, "groups", 1), -1)).flatten(2)
+
+
 @energies.register("mhe")
 class MHE(nn.Module):
     r"""Minimum hyperspherical energy: the Riesz energy of weight directions as a regulariser.
@@ -89,18 +107,82 @@ class MHE(nn.Module):
         """Energy of a matrix ``(n, d)`` or of the layers of a module: ``()``."""
         if isinstance(target, Tensor):
             return hyperspherical_energy(target, self.s, half_space=self.half_space, reduction=self.reduction)
-        weights = [
-            layer.weight.flatten(1)
-            for layer in target.modules()
-            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        ]
-        if not weights:
-            raise ArgumentError("target", f"must contain linear or convolution layers, got {type(target).__name__}")
-        return torch.stack([self(weight) for weight in weights]).sum()
+        return torch.stack([self(_kernels(layer).flatten(0, 1)) for layer in _layers(target)]).sum()
 
     def extra_repr(self) -> str:
         """The options."""
         return f"s={self.s:g}, half_space={self.half_space}, reduction={self.reduction!r}"
 
 
-__all__ = ["MHE", "create", "energies", "hyperspherical_energy"]
+class _Orthogonality(nn.Module):
+    r"""A penalty on the inner products of a layer's kernels.
+
+    Called on a matrix ``(n, d)`` whose rows are kernels it gives that matrix' penalty; called on a module, the sum over
+    its decoupled layers, or over all its linear and convolution layers where none is decoupled. The kernels of each
+    group of channels count by themselves.
+
+    Args:
+        squared: Take the squared Frobenius norm, not the norm.
+        normalised: Take the directions of the kernels, so that angles alone are penalised.
+    """
+
+    def __init__(self, *, squared: bool = True, normalised: bool = False) -> None:
+        super().__init__()
+        self.squared, self.normalised = squared, normalised
+
+    def _excess(self, products: Tensor) -> Tensor:
+        """Inner products of kernels ``(..., n, n)`` less those that are not penalised."""
+        raise NotImplementedError
+
+    def forward(self, target: Tensor | nn.Module) -> Tensor:
+        """Penalty of a matrix ``(n, d)`` or of the layers of a module: ``()``."""
+        if isinstance(target, nn.Module):
+            layers = _layers(target)
+            layers = [layer for layer in layers if isinstance(layer, Decoupled)] or layers
+            return torch.stack([self._penalty(_kernels(layer)) for layer in layers]).sum()
+        if target.dim() != 2:
+            raise ArgumentError("target", f"must have shape (n, d), got {tuple(target.shape)}")
+        return self._penalty(target)
+
+    def _penalty(self, kernels: Tensor) -> Tensor:
+        kernels = at_least_float32(kernels)
+        with full_precision(kernels):
+            if self.normalised:
+                kernels = normalise(kernels)
+            total = self._excess(kernels @ kernels.mT).square().sum()
+        return total if self.squared else safe_sqrt(total)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"squared={self.squared}, normalised={self.normalised}"
+
+
+@energies.register("orthonormal")
+class Orthonormal(_Orthogonality):
+    r"""Distance of a layer's kernels (the columns of W) from orthonormal ones: :math:`\|W^T W - I\|_F^2`.
+
+    With more kernels n than inputs d it cannot fall below n - d.
+
+    Example:
+        >>> Orthonormal()(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
+        tensor(25.)
+    """
+
+    def _excess(self, products: Tensor) -> Tensor:
+        return products - torch.eye(products.shape[-1], dtype=products.dtype, device=products.device)
+
+
+@energies.register("orthogonal")
+class Orthogonal(_Orthogonality):
+    r"""Distance of a layer's kernels from orthogonal ones of any norms: :math:`\|W^T W - \mathrm{diag}(W^T W)\|_F^2`.
+
+    Example:
+        >>> Orthogonal()(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
+        tensor(8.)
+    """
+
+    def _excess(self, products: Tensor) -> Tensor:
+        return products.masked_fill(torch.eye(products.shape[-1], dtype=torch.bool, device=products.device), 0.0)
+
+
+__all__ = ["MHE", "Orthogonal", "Orthonormal", "create", "energies", "hyperspherical_energy"]

@@ -1,7 +1,7 @@
-"""Layers by name, so that a model can be built with another layer family without touching the model.
+"""Decoupled layers and what turns a model into one made of them.
 
-A layer family is a pair of factories with the signatures of ``torch.nn.Conv2d`` and ``torch.nn.Linear``. Model
-builders take ``conv=``, ``linear=``, ``norm=`` and ``act=``: a name from the registries here, or a factory.
+Model builders take ``conv=``, ``linear=``, ``norm=`` and ``act=``: the name of one of torch's layers (``layers``), or a
+factory such as :func:`create` gives.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from typing import Any
 
 from torch import nn
 
+from hypersphere.nn.convert import Report, Row, convert, fold, report, revert
+from hypersphere.nn.functional import Window, decoupled
+from hypersphere.nn.modules import *  # noqa: F403
+from hypersphere.nn.modules import __all__ as _modules
+from hypersphere.nn.norm import SphereNorm
+from hypersphere.nn.operators import Operator, operator, operators
+from hypersphere.nn.optimise import WeightProjection, init_from, project_weights, recalibrate
 from hypersphere.registry import Registry
 
 LayerFactory = Callable[..., nn.Module]
 
-layers: Registry[nn.Module] = Registry("layer", positional=())
-
-
-def create(name: str, *args: Any, **options: Any) -> nn.Module:
-    """Build a layer by name with the arguments of torch's layer of that kind.
-
-    Example:
-        >>> create("conv2d", 3, 8, 3, padding=1).weight.shape
-        torch.Size([8, 3, 3, 3])
-    """
-    return layers[name].factory(*args, **options)
+layers: Registry[nn.Module] = Registry("layer")
 
 
 def factory(layer: str | LayerFactory) -> LayerFactory:
@@ -43,9 +40,31 @@ for _name, _layer in {
     "linear": nn.Linear,
     "batchnorm2d": nn.BatchNorm2d,
     "identity": nn.Identity,
+    "sphere-norm": SphereNorm,
     "relu": nn.ReLU,
     "prelu": nn.PReLU,
 }.items():
     layers.register(_name)(_layer)
 
-__all__ = ["LayerFactory", "create", "factory", "layers"]
+__all__ = [
+    *_modules,
+    "LayerFactory",
+    "Operator",
+    "Report",
+    "Row",
+    "SphereNorm",
+    "WeightProjection",
+    "Window",
+    "convert",
+    "decoupled",
+    "factory",
+    "fold",
+    "init_from",
+    "layers",
+    "operator",
+    "operators",
+    "project_weights",
+    "recalibrate",
+    "report",
+    "revert",
+]

@@ -1,4 +1,4 @@
-"""Pictures for papers and slides: margins, gradients, features and hardness as matplotlib figures.
+"""Pictures for papers and slides: margins, gradients, features, hardness and operators as matplotlib figures.
 
 Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window and no global state; :func:`save`
 writes it as PNG, SVG or PDF. The command line has the same: ``hypersphere plot --help``.
@@ -12,6 +12,16 @@ Example:
 
 from hypersphere.plot.directions import gradients, target_gradient
 from hypersphere.plot.heads import Curves, annealed, curves, margins, schedule
+from hypersphere.plot.operators import (
+    plot_angle_step,
+    plot_angulars,
+    plot_filters,
+    plot_magnitudes,
+    plot_operator_field,
+    plot_operator_geometry,
+    plot_operators,
+    plot_parameters,
+)
 from hypersphere.plot.runs import features, hardness
 from hypersphere.plot.style import save
 
@@ -23,6 +33,14 @@ __all__ = [
     "gradients",
     "hardness",
     "margins",
+    "plot_angle_step",
+    "plot_angulars",
+    "plot_filters",
+    "plot_magnitudes",
+    "plot_operator_field",
+    "plot_operator_geometry",
+    "plot_operators",
+    "plot_parameters",
     "save",
     "schedule",
     "target_gradient",

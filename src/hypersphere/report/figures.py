@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,8 @@ MAX_CLASSES = 20
 MAX_CURVE_POINTS = 1000
 MAX_PAIR_FEATURES = 1000
 BIN_DEGREES = 2
+LAYER_BINS = 30
+MAX_FILTERS = 256
 NORMS = ("grad_norm/", "weight_norm/")
 SCHEDULED = {"lr", "lambda", "m", "m1", "m2", "m3"}
 NOT_TERMS = {"step", "split", "total", *SCHEDULED}
@@ -39,12 +41,13 @@ CURVE_TITLES = {
     "m2": "Margin m2",
     "m3": "Margin m3",
     "accuracy": "Test accuracy (%)",
+    "accuracy_recalibrated": "Test accuracy, statistics estimated anew (%)",
     "mean_angle": "Mean test angle to own centre (°)",
     "min_centre_angle": "Smallest angle between class centres (°)",
     "eer": "Verification EER on unseen classes (%)",
     "energy": "Classifier energy",
 }
-PERCENT = {"accuracy", "eer"}
+PERCENT = {"accuracy", "accuracy_recalibrated", "eer"}
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,61 @@ def share_ranges(figures: Sequence[Figure]) -> None:
     for figure in figures:
         figure["layout"]["xaxis"]["range"] = [0, (last + 2) * BIN_DEGREES]
         figure["layout"]["yaxis"]["range"] = [0, round(1.05 * max(heights, default=1), 2)]
+
+
+def layer_histograms(layers: Mapping[str, Floats]) -> tuple[Figure, str]:
+    """How what decoupled layers learned, a number a kernel, is distributed: a column of shades for each layer.
+
+    Args:
+        layers: Name of the layer -> values, in the order of the network.
+    """
+    values = np.concatenate(list(layers.values()))
+    low, high = values.min(), values.max()
+    margin = 0.02 * (high - low) or 0.05 * max(abs(high), 1e-6)  # values that are all equal lie in a bin of their own
+    edges = np.linspace(low - margin, high + margin, LAYER_BINS + 1)
+    shares = [100 * np.histogram(each, bins=edges)[0] / len(each) for each in layers.values()]
+    names, places = [text(name) for name in layers], list(range(1, len(layers) + 1))
+    template = "<b>layer %{x}</b>: %{customdata}<br>"
+    traces = [
+        {"type": "heatmap", "x": places, "y": numbers((edges[:-1] + edges[1:]) / 2)}
+        | {"z": [numbers(row, 3) for row in np.stack(shares, axis=1)], "customdata": [names] * LAYER_BINS}
+        | {"showscale": False, "hovertemplate": f"{template}%{{z}} % of its kernels near %{{y}}<extra></extra>"},
+        {"type": "scatter", "mode": "lines+markers", "name": "mean", "x": places, "customdata": names}
+        | {"y": numbers(each.mean() for each in layers.values())}
+        | {"line": {"color": color(1), "width": 2}, "marker": {"color": color(1), "size": 6}}
+        | {"showlegend": False, "hovertemplate": f"{template}mean %{{y}}<extra></extra>"},
+    ]
+    layout = _layout(
+        xaxis={"title": {"text": "layer"}, "automargin": True, "nticks": 12, "showgrid": False, "zeroline": False},
+        yaxis={"automargin": True, "nticks": 6, "showgrid": False, "zeroline": False},
+        hovermode="closest",
+    )
+    return {"data": traces, "layout": layout}, f"From {low:.3g} to {high:.3g}; the line is the mean of each layer."
+
+
+def filter_grid(filters: Floats) -> tuple[Figure, str]:
+    """First-layer filters side by side, each scaled so that 0 is grey and its largest weight black or white.
+
+    Args:
+        filters: ``(n, channels, height, width)`` with 1 or 3 channels.
+    """
+    shown = filters[:MAX_FILTERS]
+    scale = np.abs(shown).max(axis=(1, 2, 3), keepdims=True)
+    pixels = np.round(127.5 + 127.5 * shown / np.where(scale > 0, scale, 1))
+    count, _, height, width = pixels.shape
+    columns = math.ceil(math.sqrt(1.6 * count * height / width))
+    rows = -(-count // columns)
+    image = np.zeros((rows * (height + 1), columns * (width + 1), 4), dtype=int)  # transparent between the filters
+    for index, one in enumerate(pixels):
+        row, column = divmod(index, columns)
+        tile = image[row * (height + 1) :, column * (width + 1) :][:height, :width]
+        tile[..., :3], tile[..., 3] = one.transpose(1, 2, 0), 1
+    image = image[:-1, :-1]
+    trace = {"type": "image", "colormodel": "rgba", "z": image.tolist(), "hoverinfo": "skip"}
+    hidden = {"visible": False, "automargin": False}
+    layout = _layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x", "autorange": "reversed"})
+    which = f"The first {MAX_FILTERS} of {len(filters)}" if len(filters) > MAX_FILTERS else f"All {count}"
+    return {"data": [trace], "layout": layout}, f"{which} filters, {height}x{width}; grey is 0, each on its own scale."
 
 
 def _drawn_positions(features: Features) -> tuple[Floats, Floats | None, str]:

@@ -19,6 +19,7 @@
       data: {
         surface: [{ colorscale: [[0, color("globe")], [1, color("globe")]] }],
         scatter3d: [{ line: { color: color("globe-line") } }],
+        heatmap: [{ colorscale: [[0, color("card")], [1, color("accent")]] }],
       },
       layout: {
         paper_bgcolor: color("card"),

@@ -29,6 +29,7 @@ def render(runs: Sequence[Run]) -> str:
             _summary(runs, names),
             _spheres(runs, names, plots),
             _angles(runs, names, plots),
+            _layers(runs, names, plots),
             _curves(runs, names, plots),
             _details(runs, names),
         )
@@ -170,6 +171,34 @@ def _histograms(
     drawn = [(name, *draw(f)) for name, f in zip(names, features, strict=True) if f is not None]
     figures.share_ranges([figure for _, figure, _ in drawn])
     return "".join(_plot(plots, figure, "histogram", name, caption) for name, figure, caption in drawn)
+
+
+LAYER_TITLES = {"radius": "Radius ρ", "k": "Steepness k"}
+
+
+def _layers(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    drawn = [
+        (f"{title}: {name}", *figures.layer_histograms(run.layers[quantity]), "histogram")
+        for quantity, title in LAYER_TITLES.items()
+        for name, run in zip(names, runs, strict=True)
+        if quantity in run.layers
+    ]
+    if drawn:
+        text = (
+            "What decoupled layers learned besides their kernels: the stronger the colour of a box, the more kernels of "
+            "the layer have a value near there. Then the filters of the first convolution."
+        )
+    else:
+        text = "The filters of the first convolution."
+    drawn += [
+        (f"Filters: {name}", *figures.filter_grid(run.filters), "filters")
+        for name, run in zip(names, runs, strict=True)
+        if run.filters is not None
+    ]
+    if not drawn:
+        return ""
+    content = "".join(_plot(plots, figure, kind, title, caption) for title, figure, caption, kind in drawn)
+    return _section("layers", "Layers", text, f'<div class="grid">{content}</div>')
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:

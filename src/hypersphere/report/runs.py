@@ -53,6 +53,8 @@ class Run:
         results: Final metrics; empty before the first evaluation.
         test: Test features; ``None`` before the first evaluation.
         unseen: Features of classes that were held out of training, where there are any.
+        layers: What decoupled layers learned, by quantity (``radius``, ``k``) and name of the layer: a number a kernel.
+        filters: Filters of the first convolution ``(n, channels, height, width)``, where it sees grey or colour images.
     """
 
     folder: str
@@ -63,6 +65,8 @@ class Run:
     results: dict[str, float]
     test: Features | None
     unseen: Features | None
+    layers: dict[str, dict[str, Floats]] = field(default_factory=dict)
+    filters: Floats | None = None
 
 
 def load_run(folder: Path) -> Run:
@@ -78,7 +82,7 @@ def load_run(folder: Path) -> Run:
             raise ReportError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     evaluation = folder / "evaluation.json"
-    test, unseen = _read_features(folder / "features.safetensors")
+    tensors, metadata = _read_tensors(folder / "features.safetensors")
     return Run(
         folder=folder.resolve().name,
         facts=_read_object(folder / "run.json"),
@@ -86,8 +90,10 @@ def load_run(folder: Path) -> Run:
         loss=_loss_name(folder / "recipe.yaml", recipe),
         metrics=_read_metrics(folder / "metrics.jsonl"),
         results=_read_object(evaluation).get("metrics", {}) if evaluation.is_file() else {},
-        test=test,
-        unseen=unseen,
+        test=_features(tensors, "", metadata),
+        unseen=_features(tensors, "unseen_", metadata),
+        layers=_layers(tensors),
+        filters=tensors["filters"].astype(np.float64) if _drawable(tensors.get("filters")) else None,
     )
 
 
@@ -126,23 +132,23 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_features(path: Path) -> tuple[Features | None, Features | None]:
+def _read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Tensors of an evaluation, and the names of its classes; nothing where there was none."""
     if not path.is_file():
-        return None, None
+        return {}, {}
     try:
         with safe_open(path, framework="numpy") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-            metadata = file.metadata() or {}
-        names, unseen_names = (json.loads(metadata.get(key, "[]")) for key in ("class_names", "unseen_names"))
+            metadata = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
     except (SafetensorError, ValueError) as error:
         raise ReportError(f"{path} cannot be read ({error}); evaluate the run again") from error
     for needed in ("features", "labels", *(("unseen_labels",) if "unseen_features" in tensors else ())):
         if needed not in tensors:
             raise ReportError(f"{path} has no tensor {needed!r}; evaluate the run again")
-    return _features(tensors, "", names), _features(tensors, "unseen_", unseen_names)
+    return tensors, metadata
 
 
-def _features(tensors: dict[str, Any], prefix: str, names: list[str]) -> Features | None:
+def _features(tensors: dict[str, Any], prefix: str, metadata: dict[str, list[str]]) -> Features | None:
     if f"{prefix}features" not in tensors:
         return None
     vectors = tensors[f"{prefix}features"].astype(np.float64)
@@ -150,4 +156,20 @@ def _features(tensors: dict[str, Any], prefix: str, names: list[str]) -> Feature
     if not finite.any():
         return None
     weights = None if prefix or "centres" not in tensors else tensors["centres"].astype(np.float64)
+    names = metadata.get(f"{prefix or 'class_'}names", [])
     return Features(vectors[finite], tensors[f"{prefix}labels"][finite], names, weights)
+
+
+def _drawable(values: Any) -> bool:
+    """Whether these are numbers; those of a diverged model may be none."""
+    return values is not None and bool(np.isfinite(values).all())
+
+
+def _layers(tensors: dict[str, Any]) -> dict[str, dict[str, Floats]]:
+    """What decoupled layers learned, from tensors called ``quantity/place in the network/name of the layer``."""
+    found: dict[str, dict[str, Floats]] = {}
+    for key in sorted(tensors):
+        quantity, *rest = key.split("/", 2)
+        if rest and _drawable(tensors[key]):
+            found.setdefault(quantity, {})[rest[-1]] = tensors[key].astype(np.float64)
+    return found

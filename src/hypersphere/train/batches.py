@@ -168,7 +168,8 @@ class Preprocess(nn.Module):
 
     Args:
         shape: ``(C, H, W)`` of one image.
-        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, or ``"none"``.
+        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5 over
+            128, or ``"none"``.
         augment: Random changes of training images.
     """
 
@@ -176,16 +177,17 @@ class Preprocess(nn.Module):
     std: Tensor
 
     def __init__(
-        self, shape: tuple[int, int, int], normalise: Literal["channel", "pixel", "none"], augment: Augment
+        self, shape: tuple[int, int, int], normalise: Literal["channel", "pixel", "half", "none"], augment: Augment
     ) -> None:
         super().__init__()
         self.normalise, self.augment = normalise, augment
-        self.register_buffer("mean", torch.zeros(shape if normalise == "pixel" else (shape[0], 1, 1)))
-        self.register_buffer("std", torch.ones(shape[0], 1, 1))
+        mean, std = (0.5, 128 / 255) if normalise == "half" else (0.0, 1.0)
+        self.register_buffer("mean", torch.full(shape if normalise == "pixel" else (shape[0], 1, 1), mean))
+        self.register_buffer("std", torch.full((shape[0], 1, 1), std))
 
     def measure(self, split: Split, at_most: int = 100_000) -> None:
         """Set the constants from training images (evenly spaced ones where there are more than ``at_most``)."""
-        if self.normalise == "none":
+        if self.normalise in ("half", "none"):
             return
         if isinstance(split, FolderSplit):
             at_most = min(at_most, 1000)
@@ -241,9 +243,17 @@ class Preprocess(nn.Module):
             rows = torch.where(upend < 0.5, height - 1 - rows, rows)
         rows = rows + (down * (2 * crop + 1)).long() - crop
         columns = columns + (right * (2 * crop + 1)).long() - crop
+        if self.augment.crop_mode == "reflect":
+            rows, columns = _mirrored(rows, height), _mirrored(columns, width)
         sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
         row, column = rows.clamp(0, height - 1).unsqueeze(2), columns.clamp(0, width - 1).unsqueeze(1)
         # Advanced indices around a slice put the channels last: (b, H, W, C).
         normalised = self(images)[sample, :, row, column].permute(0, 3, 1, 2)
         inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
         return normalised * inside.unsqueeze(1)
+
+
+def _mirrored(places: Tensor, size: int) -> Tensor:
+    """Places along an axis that goes on as its mirror image at both ends, however far."""
+    places = places % (2 * size)
+    return torch.minimum(places, 2 * size - 1 - places)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hypersphere.nn import Decoupled
 from hypersphere.recipe import Optimiser, Schedule
 
 
@@ -38,29 +39,42 @@ def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
 def parameter_groups(
     model: nn.Module, head: nn.Module, recipe: Optimiser, device: torch.device
 ) -> list[dict[str, object]]:
-    """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor."""
+    """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor.
+
+    What weight decay spares is in groups of its own: ``-vectors``, the ``-kernels`` of decoupled layers whose norm does
+    not count, and the radii and steepnesses of their ``-operators``.
+    """
     groups: list[dict[str, object]] = []
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if recipe.decay == "weights":
-            halves = {
-                name: ([p for p in parameters if p.dim() > 1], recipe.weight_decay),
-                f"{name}-vectors": ([p for p in parameters if p.dim() <= 1], 0.0),
-            }
-        else:
-            halves = {name: (parameters, recipe.weight_decay)}
+        decoupled = _decoupled_parameters(module)
+        members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in ("", "-vectors", "-kernels", "-operators")}
+        for p in module.parameters():
+            vector = "-vectors" if recipe.decay == "weights" and p.dim() <= 1 else ""
+            if p.requires_grad:
+                members[decoupled.get(p, vector)].append(p)
         groups += [
             {
-                "name": title,
-                "params": members,
-                "weight_decay": decay,
+                "name": f"{name}{suffix}",
+                "params": parameters,
+                "weight_decay": 0.0 if suffix else recipe.weight_decay,
                 "lr": torch.tensor(recipe.lr * factor, device=device),
                 "base_lr": recipe.lr * factor,
             }
-            for title, (members, decay) in halves.items()
-            if members
+            for suffix, parameters in members.items()
+            if parameters
         ]
     return groups
+
+
+def _decoupled_parameters(module: nn.Module) -> dict[Tensor, str]:
+    """The groups of those parameters of decoupled layers that weight decay does not suit."""
+    found: dict[Tensor, str] = {}
+    for layer in module.modules():
+        if isinstance(layer, Decoupled):
+            found |= {p: "-operators" for p in (layer.radius_raw, layer.k_raw) if p is not None}
+            if layer.operator.weighting == "none":
+                found[layer.weight] = "-kernels"
+    return found
 
 
 def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import MarginSoftmax, losses
 from hypersphere.models import models
+from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate
 from hypersphere.recipe import Recipe, RecipeError
 from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
 from hypersphere.train.callbacks import Callback, TensorBoard
@@ -106,6 +107,8 @@ class Trainer:
     ) -> None:
         self.recipe, self.run, self.device = recipe, run, device
         self.world = world or World()
+        if recipe.evaluate.recalibrate and self.world.size > 1:
+            raise RecipeError("evaluate.recalibrate needs a single process")
         self.data = self._load_data(data_root)
         self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
@@ -138,13 +141,25 @@ class Trainer:
         recipe = self.recipe
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(recipe.seed, "initialise"))
-            model = recipe.build(models, ("model",), data.train.shape)
+            model = self._convert(recipe.build(models, ("model",), data.train.shape))
             head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
         preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
         preprocess.measure(data.train)
         if recipe.train.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model.to(self.device), head.to(self.device), preprocess.to(self.device)
+
+    def _convert(self, model: Any) -> Any:
+        """The model with the recipe's operator in its layers, their kernels projected where the recipe says so."""
+        part = self.recipe.convert
+        if part is not None:
+            try:
+                model = convert(model, self.recipe.build(operators, ("convert",)), **part.choice)
+            except ArgumentError as error:
+                raise self.recipe.blame(error, "convert") from error
+        if self.recipe.project.every:
+            project_weights(model, self.recipe.project.s)
+        return model
 
     def _make_step(self) -> Step:
         recipe, train = self.recipe, self.recipe.train
@@ -199,8 +214,12 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """The tensors that a trained model consists of, by name."""
         found: dict[str, Tensor] = {}
+        seen: set[int] = set()  # a tensor that layers share is kept once
         for part, module in (("model", self.model), ("head", self.head), ("preprocess", self.preprocess)):
-            found |= {f"{part}.{name}": tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if id(tensor) not in seen:
+                    found[f"{part}.{name}"] = tensor
+                    seen.add(id(tensor))
         if self._averages is not None:
             found |= {f"average.{index}": tensor for index, tensor in enumerate(self._averages)}
         return found
@@ -291,6 +310,9 @@ class Trainer:
         self._history[self._recorded].copy_(self._step.record, non_blocking=True)
         self._recorded += 1
         self.step_number += 1
+        project = self.recipe.project
+        if project.every and self.step_number % project.every == 0:
+            project_weights(self.model, project.s)  # in place, behind the step: a captured one stays as it is
         self._notify("on_step", self.step_number)
         last = self.step_number == train.steps
         stopping = self._stop_signal is not None
@@ -384,7 +406,7 @@ class Trainer:
             outputs = self.outputs()
             if not bool(outputs.features.isfinite().all()):
                 raise self._diverged(self.step_number, "the features of test images became non-finite", ["model"])
-            metrics = measure(outputs, self.recipe.evaluate.metrics)
+            metrics = self.metrics(outputs)
             self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
             if final:
                 self.write_evaluation(outputs, metrics)
@@ -441,18 +463,45 @@ class Trainer:
             weight = self.head.class_vectors.float().clone()
         return Outputs(features, logits, labels, weight, unseen_features, unseen_labels)
 
+    def metrics(self, outputs: Outputs) -> dict[str, float]:
+        """What the recipe asks to measure."""
+        found = measure(outputs, self.recipe.evaluate.metrics)
+        if self.recipe.evaluate.recalibrate:
+            found["accuracy_recalibrated"] = self._recalibrated_accuracy()
+        return found
+
     @torch.no_grad()
     def _extract(self, split: Split) -> tuple[Tensor, Tensor, Tensor]:
         self.model.eval()
         self.head.eval()
-        dtype = AUTOCAST.get(self.recipe.train.precision)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for images, labels in evaluation_batches(split, self.recipe.evaluate.batch_size, self.device):
-            with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            with self._autocast():
                 features = self.model(self.preprocess(images))
             found.append((features.float(), self.head.logits(features), labels))
         features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         return features, logits, labels
+
+    def _autocast(self) -> torch.autocast:
+        dtype = AUTOCAST.get(self.recipe.train.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
+    def _recalibrated_accuracy(self) -> float:
+        """Test accuracy with statistics over training images in place of the running ones, which may lag behind."""
+        size = self.recipe.data.batch_size
+        chosen = self.order.epoch(0)[: self.recipe.evaluate.recalibrate * size]
+        part = self.data.train.select(chosen, self.data.train.labels[chosen])
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        try:
+            with self._averaged():
+                with self._autocast():
+                    batches = evaluation_batches(part, size, self.device)
+                    recalibrate(self.model, (self.preprocess(images) for images, _ in batches))
+                _, logits, labels = self._extract(self.data.test)
+        finally:
+            for buffer, value in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(value)
+        return float((logits.argmax(1) == labels).double().mean())
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -468,6 +517,22 @@ class Trainer:
         finally:
             torch._foreach_copy_(parameters, trained)
 
+    @torch.no_grad()
+    def _learned(self) -> dict[str, Tensor]:
+        """What the report shows of the layers: learned radii and steepnesses, and filters that are small pictures."""
+        found: dict[str, Tensor] = {}
+        for place, (name, layer) in enumerate(self.model.named_modules()):
+            if isinstance(layer, Decoupled):
+                learned = {
+                    "radius": layer.radius if getattr(layer.operator, "learn_radius", False) else None,
+                    "k": layer.k,
+                }
+                found |= {f"{key}/{place:05}/{name}": v.clone() for key, v in learned.items() if v is not None}
+        first = next((layer for layer in self.model.modules() if isinstance(layer, nn.Conv2d)), None)
+        if first is not None and first.groups == 1 and first.in_channels in (1, 3):
+            found["filters"] = first.weight.float().clone()
+        return found
+
     def write_evaluation(self, outputs: Outputs, metrics: dict[str, float]) -> None:
         """Keep the metrics, and the features that the report draws."""
         with atomic_write(self.run.path / "evaluation.json") as file:
@@ -475,6 +540,8 @@ class Trainer:
         tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
         if outputs.unseen_features is not None and outputs.unseen_labels is not None:
             tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
+        with self._averaged():
+            tensors |= self._learned()
         file_name = self.run.path / "features.safetensors"
         temporary = file_name.with_name(f".writing-{file_name.name}")
         safetensors.torch.save_file(

@@ -1,0 +1,328 @@
+r"""Decoupled operators over all patches of a map: one convolution, one norm map, one pointwise pass.
+
+With directions :math:`\hat w` of the kernels and :math:`E = \|x\|^2` of the patches (one map for each group of channels,
+a sum of squares over channels and then over windows), the response is a pointwise function of the convolution
+:math:`z = \hat w * x` and of :math:`E`. The backward pass is written out: it needs the output and :math:`E` only, from which
+it finds the angles again, and costs one more pointwise pass than that of a convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hypersphere.angular import Angular, Cosine
+from hypersphere.geometry import at_least_float32, full_precision, patch_energy, safe_sqrt, window_sums
+from hypersphere.nn import fused
+from hypersphere.nn.operators import Operator, is_zero
+
+
+class Window(NamedTuple):
+    """Where the patches of a convolution lie; a transposed one sees its input spread out by the stride."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    output_padding: tuple[int, ...] | None = None  # of a transposed convolution
+
+    @property
+    def transposed(self) -> bool:
+        """Whether this is a transposed convolution."""
+        return self.output_padding is not None
+
+    def axes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Size, step, padding and spacing along each axis."""
+        return tuple(zip(self.kernel, self.stride, self.padding, self.dilation, strict=True))
+
+    def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial size of the output for an input of this spatial size."""
+        if self.output_padding is None:
+            return tuple(
+                (n + 2 * p - (k - 1) * d - 1) // s + 1 for n, (k, s, p, d) in zip(size, self.axes(), strict=True)
+            )
+        return tuple(
+            (n - 1) * s - 2 * p + (k - 1) * d + o + 1
+            for n, (k, s, p, d), o in zip(size, self.axes(), self.output_padding, strict=True)
+        )
+
+
+def decoupled(
+    x: Tensor,
+    directions: Tensor,
+    operator: Operator,
+    window: Window | None = None,
+    *,
+    radius: Tensor | None = None,
+    mean: Tensor | None = None,
+    k: Tensor | None = None,
+    kernel_norms: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The operator for every patch of ``x`` and every kernel.
+
+    Args:
+        x: ``(N, C, *spatial)``, or ``(N, C)`` without a window.
+        directions: Kernels divided by their norms (:meth:`Operator.direction`) in the type of ``x``:
+            ``(O, C / groups, *kernel)``, of a transposed convolution ``(C, O / groups, *kernel)``; ``(O, C)`` without a
+            window.
+        operator: The operator.
+        window: Stride, padding, dilation and groups; ``None`` is a linear layer.
+        radius: Radius :math:`\rho` of each kernel, ``(O,)``, for the operators that have one.
+        mean: Mean patch norm of each group by which the radius is multiplied, ``(groups,)``; ``None`` takes the mean
+            over this batch where the operator asks for one.
+        k: Steepness of the sigmoid, ``(O,)`` or ``(1,)``; by default the operator's own.
+        kernel_norms: Norms of the kernels, ``(O,)``, for a ``weighting`` other than ``"none"``.
+
+    Returns:
+        The responses, ``(N, O, *output spatial)`` in the type of ``x``, and the mean patch norm of each group over the batch,
+        ``(groups,)``, where it was needed.
+
+    Example:
+        >>> from hypersphere.nn.operators import Sphere
+        >>> w, _ = Sphere().direction(torch.randn(5, 4, 3, 3), (1, 2, 3))
+        >>> decoupled(torch.randn(2, 4, 8, 8), w, Sphere(), Window((3, 3), (1, 1), (1, 1), (1, 1)))[0].shape
+        torch.Size([2, 5, 8, 8])
+    """
+    with full_precision(x):
+        if _by_hand(operator):
+            y, _, batch_mean = _Decoupled.apply(x, directions, radius, mean, k, operator, window)
+            return y, batch_mean if batch_mean.numel() else None
+        return _composed(x, directions, radius, mean, k, operator, window, kernel_norms)
+
+
+def _composed(
+    x: Tensor,
+    directions: Tensor,
+    radius: Tensor | None,
+    mean: Tensor | None,
+    k: Tensor | None,
+    operator: Operator,
+    window: Window | None,
+    kernel_norms: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The response as torch's own operations, which autograd, export and function transforms see through."""
+    energy = _energy(x, window)
+    batch_mean = _batch_mean(energy, operator) if mean is None and radius is not None else None
+    if batch_mean is not None:
+        mean = batch_mean.detach() if getattr(operator, "detach_mean", False) else batch_mean
+    products = at_least_float32(_product(x, directions, window))
+    groups, shape = energy.shape[1], _per_kernel(energy)
+    y = operator.response(
+        products.unflatten(1, (groups, -1)),
+        energy.unsqueeze(2),
+        1.0 if radius is None else _scaled(radius, mean).view(shape),
+        None if k is None else k.expand(products.shape[1]).view(shape),
+        None if kernel_norms is None else kernel_norms.view(shape),
+        None if radius is None else radius.view(shape),
+    )
+    return y.flatten(1, 2).to(x.dtype), batch_mean
+
+
+def _by_hand(operator: Operator) -> bool:
+    """Whether the written-out backward pass serves: it knows unweighted operators and invertible angular functions."""
+    return (
+        operator.weighting == "none"
+        and type(operator.angular).cosine_at is not Angular.cosine_at  # type: ignore[union-attr]
+        and not torch.compiler.is_exporting()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _product(x: Tensor, weight: Tensor, window: Window | None) -> Tensor:
+    """The inner products of all patches and kernels."""
+    if window is None:
+        return x @ weight.mT
+    return torch.ops.aten.convolution(
+        x,
+        weight,
+        None,
+        window.stride,
+        window.padding,
+        window.dilation,
+        window.transposed,
+        window.output_padding or (0,) * len(window.kernel),
+        window.groups,
+    )
+
+
+def _energy(x: Tensor, window: Window | None) -> Tensor:
+    """Squared norms of all patches, ``(N, groups, *output spatial)``."""
+    if window is None:
+        return at_least_float32(x).square().sum(1, keepdim=True)
+    size = window.output_size(tuple(x.shape[2:])) if window.transposed else None
+    return patch_energy(
+        x, window.kernel, window.stride, window.padding, window.dilation, window.groups, output_size=size
+    )
+
+
+def _batch_mean(energy: Tensor, operator: Operator) -> Tensor | None:
+    """Mean norm of the patches of each group over a batch, ``(groups,)``; 1 for an empty batch."""
+    if not getattr(operator, "mean_norm", False):
+        return None
+    if not energy.numel():
+        return energy.new_ones(energy.shape[1])
+    norms = (energy + operator.eps).sqrt() if operator.eps else safe_sqrt(energy)
+    return norms.mean((0, *range(2, energy.dim())))
+
+
+def _per_kernel(energy: Tensor) -> tuple[int, ...]:
+    """Shape in which one number a kernel broadcasts to ``(N, groups, O / groups, *output spatial)``."""
+    return (energy.shape[1], -1, *(1,) * (energy.dim() - 2))
+
+
+def _scaled(radius: Tensor, mean: Tensor | None) -> Tensor:
+    """Effective radius of each kernel: its radius in units of its group's mean norm."""
+    if mean is None:
+        return radius
+    # A mean of 0 (a batch of zeros) must not make 0 / 0 of responses that are 0 in any case.
+    mean = torch.where(mean > torch.finfo(mean.dtype).tiny ** 0.5, mean, 1.0)
+    return (radius.unflatten(0, (len(mean), -1)) * mean.unsqueeze(1)).flatten()
+
+
+class _Decoupled(torch.autograd.Function):
+    """The response with its backward pass written out, which keeps the input, the output and the norm map."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        directions: Tensor,
+        radius: Tensor | None,
+        mean: Tensor | None,
+        k: Tensor | None,
+        operator: Operator,
+        window: Window | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernels = fused.usable(x, directions.shape[0], operator, window)
+        energy = fused.energy(x, window) if kernels else _energy(x, window)
+        batch_mean = _batch_mean(energy, operator) if mean is None and radius is not None else None
+        scaled = None if radius is None else _scaled(radius, mean if batch_mean is None else batch_mean)
+        products = _product(x, directions, window)
+        if kernels:
+            y = fused.respond(products, energy, scaled, k, operator)
+        else:
+            groups, shape = energy.shape[1], _per_kernel(energy)
+            y = operator.response(
+                at_least_float32(products).unflatten(1, (groups, -1)),
+                energy.unsqueeze(2),
+                1.0 if scaled is None else scaled.view(shape),
+                None if k is None else k.expand(products.shape[1]).view(shape),
+            )
+            y = y.flatten(1, 2).to(x.dtype)
+        return y, energy, energy.new_empty(0) if batch_mean is None else batch_mean
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, directions, radius, mean, k, operator, window = inputs
+        y, energy, batch_mean = output
+        ctx.operator, ctx.window = operator, window
+        ctx.mark_non_differentiable(energy, batch_mean)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, directions, radius, mean, k, y, energy, batch_mean)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x, directions, radius, mean, k, y, energy, batch_mean = ctx.saved_tensors
+        operator, window = ctx.operator, ctx.window
+        if grads[0] is None:
+            return (None,) * 7
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this one is wanted
+            inputs = (x, directions, radius, mean, k)
+            wanted = [t for t in inputs if t is not None and t.requires_grad]
+            again, _ = _composed(*inputs, operator, window)
+            found = iter(torch.autograd.grad(again, wanted, grads[0], create_graph=True, allow_unused=True))
+            return (*(next(found) if t is not None and t.requires_grad else None for t in inputs), None, None)
+        with full_precision(x):
+            from_batch = batch_mean.numel() > 0
+            scaled = None if radius is None else _scaled(radius, batch_mean if from_batch else mean)
+            kernels = fused.usable(x, directions.shape[0], operator, window)
+            respond = fused.respond_backward if kernels else _respond_backward
+            d_products, d_energy, d_scaled, d_k = respond(grads[0], y, energy, scaled, k, operator)
+            d_radius = None
+            if radius is not None and scaled is not None:
+                d_radius = d_scaled * scaled / radius
+                if from_batch and not operator.detach_mean:
+                    d_mean = (d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1)
+                    d_energy = d_energy + _mean_gradient(d_mean, energy, operator.eps)
+            d_x, d_directions = _product_backward(d_products, x, directions, window, ctx.needs_input_grad[:2])
+            if d_x is not None:
+                add = fused.add_energy_gradient if kernels else _add_energy_gradient
+                d_x = add(d_x, x, d_energy, window)
+        return d_x, d_directions, d_radius, None, d_k, None, None
+
+
+def _mean_gradient(d_mean: Tensor, energy: Tensor, eps: float) -> Tensor:
+    """Gradient of the squared norms from that of the mean norm of each group."""
+    zero = is_zero(energy)  # where x is 0, and this does not count
+    inverse = torch.where(zero, 1.0, energy + eps).rsqrt()
+    count = max(energy.numel() // energy.shape[1], 1)
+    return (d_mean / (2 * count)).view(-1, *(1,) * (energy.dim() - 2)) * inverse
+
+
+def _respond_backward(
+    d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
+    g: Any = operator.angular
+    groups, shape = energy.shape[1], _per_kernel(energy)
+    own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
+    scaled: Any = 1.0 if radius is None else radius.view(shape)
+    zero = is_zero(energy).unsqueeze(2)
+    t = torch.where(zero, 1.0, energy.unsqueeze(2) + operator.eps).sqrt()
+    upstream = at_least_float32(d_y).unflatten(1, (groups, -1))
+    value = at_least_float32(y).unflatten(1, (groups, -1))
+    h = operator.magnitude(t, scaled)
+    if type(g) is Cosine and radius is None:  # everything but the upstream gradient and the output is a map of norms
+        along = (upstream * value).sum(2, keepdim=True)
+        d_energy = along * (operator.magnitude_slope(t) / h - 1 / t) / (2 * t)
+        return (upstream * torch.where(zero, 0.0, h / t)).flatten(1, 2).to(y.dtype), d_energy.squeeze(2), None, None
+    upstream = torch.where(zero, 0.0, upstream)
+    value = value / h
+    cosines = g.cosine_at(value, *own_k)
+    slope = h * g.slope_at(value, cosines, *own_k) / t
+    d_energy = (upstream * (operator.magnitude_slope(t, scaled) * value - slope * cosines)).sum(2) / (2 * t.squeeze(2))
+    others = [0, *range(3, y.dim() + 1)]
+    d_radius = d_k = None
+    if radius is not None:
+        d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(others).flatten()
+    if k is not None:
+        d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(others).flatten().sum_to_size(k.shape)
+    return (upstream * slope).flatten(1, 2).to(y.dtype), d_energy, d_radius, d_k
+
+
+def _product_backward(
+    d_y: Tensor, x: Tensor, weight: Tensor, window: Window | None, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input and the weight of :func:`_product`."""
+    if window is None:
+        return d_y @ weight if needed[0] else None, d_y.mT @ x if needed[1] else None
+    d_x, d_weight, _ = torch.ops.aten.convolution_backward(
+        d_y,
+        x,
+        weight,
+        None,
+        window.stride,
+        window.padding,
+        window.dilation,
+        window.transposed,
+        window.output_padding or (0,) * len(window.kernel),
+        window.groups,
+        [needed[0], needed[1], False],
+    )
+    return d_x, d_weight
+
+
+def _add_energy_gradient(d_x: Tensor, x: Tensor, d_energy: Tensor, window: Window | None) -> Tensor:
+    """``d_x`` plus what reaches ``x`` through the squared norms of its patches."""
+    if window is not None:
+        if window.transposed:
+            d_energy = window_sums(d_energy, window.axes())[(..., *(slice(n) for n in x.shape[2:]))]
+        else:
+            d_energy = window_sums(d_energy, window.axes(), x.shape[2:])
+    if x.dtype == d_energy.dtype:
+        grouped = (t.unflatten(1, (d_energy.shape[1], -1)) for t in (d_x, x))
+        return torch.addcmul(*grouped, d_energy.unsqueeze(2), value=2).flatten(1, 2)
+    share = 2 * at_least_float32(x).unflatten(1, (d_energy.shape[1], -1)) * d_energy.unsqueeze(2)
+    return d_x + share.flatten(1, 2).to(x.dtype)

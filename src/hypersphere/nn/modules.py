@@ -1,0 +1,754 @@
+"""Decoupled layers: torch's convolutions and linear layer with a decoupled operator for the inner product.
+
+Each subclasses torch's layer of that kind, takes all of its arguments and has its ``weight`` and ``bias``, so that trained
+weights load and code that looks for ``nn.Conv2d`` finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from hypersphere.errors import ArgumentError, check_range
+from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.nn import fused
+from hypersphere.nn import operators as operators_module
+from hypersphere.nn.functional import Window, decoupled
+from hypersphere.nn.operators import Operator, operators
+
+_OWN_STATE = ("radius_raw", "k_raw", "patch_norm_mean", "patch_norm_seen")
+_FOLDED_STATE = ("folded_norms", "folded_radius", "folded_k")  # in place of these, see hypersphere.nn.fold
+
+
+class Decoupled(nn.Module):
+    """What all decoupled layers share: the operator, its learned parts and the norms of patches seen.
+
+    Attributes:
+        operator: The operator.
+        radius_raw: Parameter ``(O,)`` with :math:`\\rho = raw^2 + 10^{-4}`, for operators with a radius.
+        k_raw: Parameter ``(O,)`` or ``(1,)`` where the steepness of the sigmoid is learned.
+        patch_norm_mean: Moving average of the mean patch norm of each group, ``(groups,)``, for operators whose radius
+            is measured by it.
+        patch_norm_seen: Whether that average has begun.
+        folded: Whether the weight holds the directions of the kernels (:func:`hypersphere.nn.fold`).
+    """
+
+    operator: Operator
+    weight: Tensor
+    bias: Tensor | None
+    torch_class: type[nn.Module]
+    radius_raw: nn.Parameter | None
+    k_raw: nn.Parameter | None
+    patch_norm_mean: Tensor
+    patch_norm_seen: Tensor
+    folded: bool
+    folded_norms: Tensor
+    folded_radius: Tensor | None
+    folded_k: Tensor | None
+
+    # ------------------------------------------------------------------------------------- state
+
+    def set_operator(self, operator: str | Operator, **options: Any) -> None:
+        """Take another operator, with its learned parts at their initial values."""
+        op = operators_module.operator(operator, **options)
+        self._drop_state()
+        self.operator, self.folded = op, False
+        weight = next(itertools.chain(self.parameters(), self.buffers()))  # not self.weight: it may be computed
+        like = {"device": weight.device, "dtype": at_least_float32(weight[:0]).dtype}
+        kernels = self._kernels()
+        self.radius_raw = self.k_raw = None
+        if op.has_radius:
+            self.radius_raw = nn.Parameter(torch.empty(kernels, **like), requires_grad=op.learn_radius)  # type: ignore[attr-defined]
+            self.set_radius(op.radius)  # type: ignore[attr-defined]
+        if op.learn_k is not None:
+            self.k_raw = nn.Parameter(torch.empty(kernels if op.learn_k == "filter" else 1, **like))
+            self.set_k(op.angular.k)  # type: ignore[union-attr]
+        if getattr(op, "mean_norm", False):
+            self.register_buffer("patch_norm_mean", torch.ones(self._groups(), **like))
+            self.register_buffer("patch_norm_seen", torch.zeros((), dtype=torch.bool, device=weight.device))
+
+    @classmethod
+    def adopt(cls, module: nn.Module, operator: str | Operator, **options: Any) -> Decoupled:
+        """Turn a layer of torch into its decoupled kind, in place.
+
+        The object, its parameters and its hooks stay the same; only the class changes and the operator's own state is
+        added. :meth:`release` undoes it.
+
+        Args:
+            module: A layer of one of the classes in :data:`KINDS`, of a subclass that has torch's forward pass, or a
+                parametrised one.
+            operator: The operator, by name or as an object.
+            **options: Options of the operator.
+
+        Example:
+            >>> layer = nn.Conv2d(3, 8, 3)
+            >>> Decoupled.adopt(layer, "tanh") is layer, type(layer).__name__
+            (True, 'DecoupledConv2d')
+        """
+        kind = type(module)
+        parametrised = hasattr(module, "parametrizations")
+        base = kind.__mro__[1] if parametrised else kind
+        target = kind_of(base)  # type: ignore[arg-type]
+        if target is None:
+            known = ", ".join(k.__name__ for k in KINDS)
+            raise ArgumentError("module", f"must be one of {known}, got {kind.__name__}")
+        if parametrised:  # a class of its own that holds the parametrised properties
+            own = {name: value for name, value in vars(kind).items() if name not in ("__doc__", "__module__")}
+            target = type(f"Parametrized{target.__name__}", (target,), own)
+        module.__class__ = target
+        assert isinstance(module, Decoupled)
+        module.set_operator(operator, **options)
+        return module
+
+    def release(self) -> nn.Module:
+        """Turn the layer back into torch's kind, in place; what its operator had learned is dropped.
+
+        Example:
+            >>> type(SphereConv2d(3, 8, 3).release())
+            <class 'torch.nn.modules.conv.Conv2d'>
+        """
+        kind = type(self)
+        self._drop_state()
+        del self.operator, self.folded
+        target = self.torch_class
+        if hasattr(self, "parametrizations"):
+            own = {name: value for name, value in vars(kind).items() if name not in ("__doc__", "__module__")}
+            target = type(f"Parametrized{target.__name__}", (target,), own)
+        self.__class__ = target  # type: ignore[assignment]
+        return self
+
+    def _drop_state(self) -> None:
+        for name in (*_OWN_STATE, *_FOLDED_STATE):
+            for place in (self._parameters, self._buffers, self.__dict__):
+                place.pop(name, None)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; a folded layer cannot be trained."""
+        if mode and self.folded:
+            raise ArgumentError("mode", "must be False: this layer was folded for inference (hypersphere.nn.fold)")
+        return super().train(mode)
+
+    @property
+    def radius(self) -> Tensor | None:
+        r"""Radius :math:`\rho` of each kernel, ``(O,)``, where the operator has one."""
+        if self.folded:
+            return self.folded_radius
+        raw = self.radius_raw
+        return None if raw is None else at_least_float32(raw).square() + self.operator.RADIUS_MIN  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def set_radius(self, value: float | Tensor) -> None:
+        """Set the radius of all kernels, or of each."""
+        if self.radius_raw is None:
+            raise ArgumentError("value", f"cannot be set: the operator {self._name()} has no radius")
+        low = self.operator.RADIUS_MIN  # type: ignore[attr-defined]
+        self.radius_raw.copy_((_checked(value, low) - low).sqrt())
+
+    @property
+    def k(self) -> Tensor | None:
+        """Learned steepness of the sigmoid, ``(O,)`` or ``(1,)``; ``None`` where it is not learned."""
+        if self.folded:
+            return self.folded_k
+        raw, low = self.k_raw, self.operator.K_MIN
+        if raw is None:
+            return None
+        raw = at_least_float32(raw)
+        if self.operator.k_param == "project":
+            return raw.clamp(min=low)
+        return (raw.abs() if self.operator.k_param == "abs" else F.softplus(raw)) + low
+
+    @torch.no_grad()
+    def set_k(self, value: float | Tensor) -> None:
+        """Set the learned steepness of all kernels, or of each."""
+        if self.k_raw is None:
+            raise ArgumentError("value", f"cannot be set: the operator {self._name()} learns no k")
+        low, projected = self.operator.K_MIN, self.operator.k_param == "project"
+        value = _checked(value, low, open_low=not projected)
+        above = (value - low).expm1().log() if self.operator.k_param == "softplus" else value - low
+        self.k_raw.copy_(value if projected else above)
+
+    def kernel_norms(self) -> Tensor:
+        """Norm of each kernel, ``(O,)``."""
+        return torch.linalg.vector_norm(at_least_float32(self._by_kernel(self.weight)).flatten(2), dim=2).flatten()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Also load the state of torch's layer, which knows nothing of the operator's own: that stays as it is."""
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if f"{prefix}weight" in state_dict or hasattr(self, "parametrizations"):
+            own = [f"{prefix}{name}" for name in _OWN_STATE]
+            if not any(name in state_dict for name in own):
+                missing[:] = [name for name in missing if name not in own]
+
+    def extra_repr(self) -> str:
+        """The arguments of torch's layer, then the operator."""
+        g = self.operator.angular
+        weighting = "" if self.operator.weighting == "none" else f", weighting={self.operator.weighting}"
+        return f"{super().extra_repr()}, operator={self._name()}, angular={g!r}{weighting}"
+
+    def _name(self) -> str:
+        entry = operators.find(type(self.operator))
+        return entry.name if entry else type(self.operator).__name__
+
+    # ----------------------------------------------------------------------------------- geometry
+
+    def _groups(self) -> int:
+        return int(getattr(self, "groups", 1))
+
+    def _kernels(self) -> int:
+        return int(getattr(self, "out_channels", 0) or getattr(self, "out_features", 0))
+
+    def _by_kernel(self, weight: Tensor) -> Tensor:
+        """The weight as ``(groups, O / groups, ...)``, the rest being one kernel."""
+        return weight.unflatten(0, (self._groups(), -1))
+
+    def _directions(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Directions of the kernels in the layout of the weight, and their norms where they count, ``(O,)``."""
+        weighted = self.operator.weighting != "none"
+        if self.folded:
+            return weight.to(dtype), at_least_float32(self.folded_norms) if weighted else None
+        if self._kernels_fused(weight):
+            return fused.direction(weight, self.operator, dtype), None
+        with full_precision(weight):
+            kernels = self._by_kernel(at_least_float32(weight))
+            directions, norms = self.operator.direction(kernels, tuple(range(2, kernels.dim())))
+        return self._by_layout(directions).to(dtype), norms.flatten() if weighted else None
+
+    def _kernels_fused(self, weight: Tensor) -> bool:
+        return fused.usable_for_kernels(weight, self.operator)
+
+    def _by_layout(self, kernels: Tensor) -> Tensor:
+        """The inverse of :meth:`_by_kernel`."""
+        return kernels.flatten(0, 1)
+
+    def _respond(self, x: Tensor, window: Window | None) -> Tensor:
+        """The response to a batch, bias and moving average included."""
+        dtype, weight = x.dtype, self.weight  # once: a parametrisation computes it anew each time
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type) if dtype != torch.float64 else dtype
+        elif x.dtype != weight.dtype:
+            raise ArgumentError("x", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
+        directions, norms = self._directions(weight, dtype)
+        op: Any = self.operator
+        mean = None
+        averaged = getattr(op, "mean_norm", False)
+        if averaged and not self.training:
+            mean = torch.where(self.patch_norm_seen, self.patch_norm_mean, 1.0)
+        y, batch_mean = decoupled(
+            x.to(dtype), directions, op, window, radius=self.radius, mean=mean, k=self.k, kernel_norms=norms
+        )
+        if averaged and self.training and batch_mean is not None and x.numel():
+            self._observe(batch_mean.detach())
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype).view(-1, *(1,) * (y.dim() - 2))
+
+    @torch.no_grad()
+    def _observe(self, batch_mean: Tensor) -> None:
+        """Move the average of the patch norms towards that of a batch."""
+        batch_mean = batch_mean.to(self.patch_norm_mean.dtype)
+        moved = self.patch_norm_mean.lerp(batch_mean, 1 - self.operator.mean_decay)  # type: ignore[attr-defined]
+        first = (
+            batch_mean
+            if self.operator.mean_init == "first"
+            # type: ignore[attr-defined]
+            else (
+                batch_mean * (1 - self.operator.mean_decay)  # type: ignore[attr-defined]
+            )
+        )
+        self.patch_norm_mean.copy_(torch.where(self.patch_norm_seen, moved, first))
+        self.patch_norm_seen.fill_(True)
+
+
+class _Conv(Decoupled):
+    """A decoupled convolution of any dimension."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        operator: str | Operator = "sphere",
+        **options: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self.set_operator(operator, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Responses ``(N, O, *output spatial)`` to ``(N, C, *spatial)``, or both without N."""
+        layer: Any = self
+        spatial = len(layer.kernel_size)
+        _check_input(input, layer.in_channels, spatial)
+        batch = input if input.dim() == spatial + 2 else input.unsqueeze(0)
+        sides = layer._reversed_padding_repeated_twice
+        padding = tuple(sides[::-2])
+        if layer.padding_mode != "zeros":
+            batch, padding = F.pad(batch, sides, mode=layer.padding_mode), (0,) * spatial
+        elif sides[::2] != sides[1::2]:  # "same" with an even kernel
+            batch, padding = F.pad(batch, sides), (0,) * spatial
+        window = Window(layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups)
+        if min(window.output_size(tuple(batch.shape[2:]))) < 1:
+            raise ArgumentError("input", f"must be at least as large as the kernel, got {tuple(input.shape)}")
+        y = self._respond(batch, window)
+        return y if input.dim() == spatial + 2 else y.squeeze(0)
+
+
+class _ConvTranspose(Decoupled):
+    """A decoupled transposed convolution of any dimension: a convolution over its input spread by the stride."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        bias: bool = False,
+        dilation: Any = 1,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        operator: str | Operator = "sphere",
+        **options: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            bias,
+            dilation,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self.set_operator(operator, **options)
+
+    def _kernels_fused(self, weight: Tensor) -> bool:
+        return False  # a kernel's taps do not lie side by side
+
+    def _by_kernel(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self._groups(), -1)).transpose(1, 2)
+
+    def _by_layout(self, kernels: Tensor) -> Tensor:
+        return kernels.transpose(1, 2).flatten(0, 1)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Responses ``(N, O, *output spatial)`` to ``(N, C, *spatial)``, or both without N."""
+        layer: Any = self
+        spatial = len(layer.kernel_size)
+        _check_input(input, layer.in_channels, spatial)
+        batch = input if input.dim() == spatial + 2 else input.unsqueeze(0)
+        extra = layer._output_padding(
+            batch, output_size, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
+        )
+        window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, tuple(extra))
+        y = self._respond(batch, window)
+        return y if input.dim() == spatial + 2 else y.squeeze(0)
+
+
+def _checked(value: float | Tensor, low: float, *, open_low: bool = True) -> Tensor:
+    """A value or values above ``low``, in float64."""
+    values = torch.as_tensor(value, dtype=torch.float64)
+    check_range("value", float(values.min()), low, open_low=open_low)
+    return values
+
+
+def _check_input(x: Tensor, channels: int, spatial: int) -> None:
+    if x.dim() not in (spatial + 1, spatial + 2) or x.shape[-spatial - 1] != channels:
+        shape = ", ".join(["N", str(channels), *"DHW"[3 - spatial :]])
+        raise ArgumentError("input", f"must have shape ({shape}), N left out or not, got {tuple(x.shape)}")
+
+
+class DecoupledConv1d(_Conv, nn.Conv1d):
+    """``nn.Conv1d`` with a decoupled operator (see :class:`DecoupledConv2d`).
+
+    Example:
+        >>> DecoupledConv1d(4, 8, 3, operator="log")(torch.randn(2, 4, 9)).shape
+        torch.Size([2, 8, 7])
+    """
+
+    torch_class = nn.Conv1d
+
+
+class DecoupledConv2d(_Conv, nn.Conv2d):
+    r"""``nn.Conv2d`` whose filters answer with :math:`h(\|x\|)\, g(\theta)` in place of an inner product.
+
+    Takes the arguments of ``nn.Conv2d`` (``bias`` is off by default and added after the operator), then the operator
+    by name or as an object and its options (:class:`hypersphere.nn.operators.Operator`).
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Filters.
+        kernel_size: Size of a filter.
+        stride: As in torch.
+        padding: As in torch, with all of its padding modes.
+        dilation: As in torch.
+        groups: As in torch; each group has its own patch norms.
+        bias: Learn a bias.
+        padding_mode: As in torch.
+        device: As in torch.
+        dtype: As in torch.
+        operator: ``sphere``, ``ball``, ``tanh``, ``linear``, ``seg``, ``log``, ``mix``, or an object.
+        **options: Options of the operator, e.g. ``angular="sqcos"``.
+
+    Shape:
+        ``(N, C, H, W) -> (N, O, H', W')``.
+
+    Example:
+        >>> DecoupledConv2d(3, 8, 3, padding=1, operator="tanh", angular="sqcos")(torch.randn(2, 3, 9, 9)).shape
+        torch.Size([2, 8, 9, 9])
+    """
+
+    torch_class = nn.Conv2d
+
+
+class DecoupledConv3d(_Conv, nn.Conv3d):
+    """``nn.Conv3d`` with a decoupled operator (see :class:`DecoupledConv2d`).
+
+    Example:
+        >>> DecoupledConv3d(2, 4, 3, operator="ball")(torch.randn(1, 2, 5, 5, 5)).shape
+        torch.Size([1, 4, 3, 3, 3])
+    """
+
+    torch_class = nn.Conv3d
+
+
+class DecoupledConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    """``nn.ConvTranspose1d`` with a decoupled operator (see :class:`DecoupledConvTranspose2d`).
+
+    Example:
+        >>> DecoupledConvTranspose1d(4, 8, 4, stride=2)(torch.randn(2, 4, 5)).shape
+        torch.Size([2, 8, 12])
+    """
+
+    torch_class = nn.ConvTranspose1d
+
+
+class DecoupledConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    """``nn.ConvTranspose2d`` with a decoupled operator.
+
+    The patch of a place of the output is what reaches it of the input, as in the convolution over the input with
+    zeros between its values that this layer is; a kernel's norm counts all of its taps.
+
+    Example:
+        >>> DecoupledConvTranspose2d(4, 8, 4, stride=2, padding=1)(torch.randn(2, 4, 5, 5)).shape
+        torch.Size([2, 8, 10, 10])
+    """
+
+    torch_class = nn.ConvTranspose2d
+
+
+class DecoupledConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    """``nn.ConvTranspose3d`` with a decoupled operator (see :class:`DecoupledConvTranspose2d`).
+
+    Example:
+        >>> DecoupledConvTranspose3d(2, 4, 2, stride=2)(torch.randn(1, 2, 3, 3, 3)).shape
+        torch.Size([1, 4, 6, 6, 6])
+    """
+
+    torch_class = nn.ConvTranspose3d
+
+
+class DecoupledLinear(Decoupled, nn.Linear):
+    """``nn.Linear`` with a decoupled operator: the whole input is one patch.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Number of kernels.
+        bias: Learn a bias, added after the operator.
+        device: As in torch.
+        dtype: As in torch.
+        operator: The operator, by name or as an object.
+        **options: Options of the operator.
+
+    Shape:
+        ``(..., in_features) -> (..., out_features)``.
+
+    Example:
+        >>> DecoupledLinear(16, 4, operator="sphere", angular="linear")(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 4])
+    """
+
+    torch_class = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        operator: str | Operator = "sphere",
+        **options: Any,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.set_operator(operator, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Responses ``(..., out_features)`` to ``(..., in_features)``."""
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ArgumentError("input", f"must have shape (..., {self.in_features}), got {tuple(input.shape)}")
+        rows = input.reshape(input.shape[:-1].numel(), self.in_features)  # -1 would not do for an empty batch
+        return self._respond(rows, None).view(*input.shape[:-1], self.out_features)
+
+
+KINDS: dict[type[nn.Module], type[Decoupled]] = {
+    kind.torch_class: kind
+    for kind in (
+        DecoupledConv1d,
+        DecoupledConv2d,
+        DecoupledConv3d,
+        DecoupledConvTranspose1d,
+        DecoupledConvTranspose2d,
+        DecoupledConvTranspose3d,
+        DecoupledLinear,
+    )
+}
+"""Torch's layers and what each becomes."""
+
+
+@functools.cache
+def kind_of(base: type[nn.Module]) -> type[Decoupled] | None:
+    """What a class of layers becomes; ``None`` for one that computes something of its own.
+
+    A subclass of torch's layer that is only built differently becomes a class of both.
+
+    Example:
+        >>> kind_of(nn.Conv2d).__name__, kind_of(nn.LazyConv2d), kind_of(nn.ReLU)
+        ('DecoupledConv2d', None, None)
+    """
+    if base in KINDS:
+        return KINDS[base]
+    parent = next((kind for kind in base.__mro__ if kind in KINDS), None)
+    if parent is None or issubclass(base, (Decoupled, LazyModuleMixin)):
+        return None
+    for name in ("__call__", "forward", "_conv_forward"):
+        if getattr(base, name, None) is not getattr(parent, name, None):
+            return None
+    own = {"torch_class": base, "__module__": __name__, "__reduce_ex__": _reduce_made}
+    return type(f"Decoupled{base.__name__}", (KINDS[parent], base), own)
+
+
+def _reduce_made(self: Decoupled, protocol: Any) -> Any:
+    """How to pickle a layer whose class :func:`kind_of` has made: by the class it was made from."""
+    reduced: Any = nn.Module.__reduce_ex__(self, protocol)
+    return _new_made, (self.torch_class,), *reduced[2:]
+
+
+def _new_made(base: type[nn.Module]) -> Decoupled:
+    kind: Any = kind_of(base)  # type: ignore[arg-type]
+    return kind.__new__(kind)
+
+
+L = TypeVar("L", bound=Decoupled)
+
+
+def _preset(base: type[L], operator: str) -> type[L]:
+    """``base`` with another default operator, under the operator's name."""
+    name = base.__name__.replace("Decoupled", operator.capitalize())
+
+    def __init__(self: Any, *args: Any, operator: str | Operator = operator, **options: Any) -> None:
+        base.__init__(self, *args, operator=operator, **options)
+
+    doc = f"``nn.{base.torch_class.__name__}`` with the operator ``{operator}`` (see :class:`{base.__name__}`)."
+    return type(name, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__, "__qualname__": name})
+
+
+def _presets(
+    operator: str,
+) -> tuple[
+    type[DecoupledConv1d],
+    type[DecoupledConv2d],
+    type[DecoupledConv3d],
+    type[DecoupledConvTranspose1d],
+    type[DecoupledConvTranspose2d],
+    type[DecoupledConvTranspose3d],
+    type[DecoupledLinear],
+]:
+    """The layers of all kinds with one operator."""
+    return (
+        _preset(DecoupledConv1d, operator),
+        _preset(DecoupledConv2d, operator),
+        _preset(DecoupledConv3d, operator),
+        _preset(DecoupledConvTranspose1d, operator),
+        _preset(DecoupledConvTranspose2d, operator),
+        _preset(DecoupledConvTranspose3d, operator),
+        _preset(DecoupledLinear, operator),
+    )
+
+
+(
+    SphereConv1d,
+    SphereConv2d,
+    SphereConv3d,
+    SphereConvTranspose1d,
+    SphereConvTranspose2d,
+    SphereConvTranspose3d,
+    SphereLinear,
+) = _presets("sphere")
+(
+    BallConv1d,
+    BallConv2d,
+    BallConv3d,
+    BallConvTranspose1d,
+    BallConvTranspose2d,
+    BallConvTranspose3d,
+    BallLinear,
+) = _presets("ball")
+(
+    TanhConv1d,
+    TanhConv2d,
+    TanhConv3d,
+    TanhConvTranspose1d,
+    TanhConvTranspose2d,
+    TanhConvTranspose3d,
+    TanhLinear,
+) = _presets("tanh")
+(
+    LinearConv1d,
+    LinearConv2d,
+    LinearConv3d,
+    LinearConvTranspose1d,
+    LinearConvTranspose2d,
+    LinearConvTranspose3d,
+    LinearLinear,
+) = _presets("linear")
+(
+    SegConv1d,
+    SegConv2d,
+    SegConv3d,
+    SegConvTranspose1d,
+    SegConvTranspose2d,
+    SegConvTranspose3d,
+    SegLinear,
+) = _presets("seg")
+(
+    LogConv1d,
+    LogConv2d,
+    LogConv3d,
+    LogConvTranspose1d,
+    LogConvTranspose2d,
+    LogConvTranspose3d,
+    LogLinear,
+) = _presets("log")
+(
+    MixConv1d,
+    MixConv2d,
+    MixConv3d,
+    MixConvTranspose1d,
+    MixConvTranspose2d,
+    MixConvTranspose3d,
+    MixLinear,
+) = _presets("mix")
+
+
+def create(operator: str | Operator, layer: str = "conv2d", **options: Any) -> Callable[..., Decoupled]:
+    """A factory of layers with this operator, which takes the arguments of torch's layer of that kind.
+
+    Args:
+        operator: The operator, by name (``hypersphere list operators``) or as an object.
+        layer: ``conv1d``, ``conv2d``, ``conv3d``, ``convtranspose1d``, ``convtranspose2d``, ``convtranspose3d`` or
+            ``linear``.
+        **options: Options of the operator.
+
+    Example:
+        >>> create("tanh", angular="sqcos")(3, 8, 3, padding=1)
+        DecoupledConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False, operator=tanh, ...)
+        >>> create("sphere", "linear")(16, 4).weight.shape
+        torch.Size([4, 16])
+    """
+    kinds = {torch_class.__name__.lower(): kind for torch_class, kind in KINDS.items()}
+    key = layer.lower().replace("-", "").replace("_", "")
+    if key not in kinds:
+        raise ArgumentError("layer", f"must be one of {', '.join(kinds)}, got {layer!r}")
+    return functools.partial(kinds[key], operator=operators_module.operator(operator, **options))
+
+
+__all__ = [
+    "KINDS",
+    "BallConv1d",
+    "BallConv2d",
+    "BallConv3d",
+    "BallConvTranspose1d",
+    "BallConvTranspose2d",
+    "BallConvTranspose3d",
+    "BallLinear",
+    "Decoupled",
+    "DecoupledConv1d",
+    "DecoupledConv2d",
+    "DecoupledConv3d",
+    "DecoupledConvTranspose1d",
+    "DecoupledConvTranspose2d",
+    "DecoupledConvTranspose3d",
+    "DecoupledLinear",
+    "LinearConv1d",
+    "LinearConv2d",
+    "LinearConv3d",
+    "LinearConvTranspose1d",
+    "LinearConvTranspose2d",
+    "LinearConvTranspose3d",
+    "LinearLinear",
+    "LogConv1d",
+    "LogConv2d",
+    "LogConv3d",
+    "LogConvTranspose1d",
+    "LogConvTranspose2d",
+    "LogConvTranspose3d",
+    "LogLinear",
+    "MixConv1d",
+    "MixConv2d",
+    "MixConv3d",
+    "MixConvTranspose1d",
+    "MixConvTranspose2d",
+    "MixConvTranspose3d",
+    "MixLinear",
+    "SegConv1d",
+    "SegConv2d",
+    "SegConv3d",
+    "SegConvTranspose1d",
+    "SegConvTranspose2d",
+    "SegConvTranspose3d",
+    "SegLinear",
+    "SphereConv1d",
+    "SphereConv2d",
+    "SphereConv3d",
+    "SphereConvTranspose1d",
+    "SphereConvTranspose2d",
+    "SphereConvTranspose3d",
+    "SphereLinear",
+    "TanhConv1d",
+    "TanhConv2d",
+    "TanhConv3d",
+    "TanhConvTranspose1d",
+    "TanhConvTranspose2d",
+    "TanhConvTranspose3d",
+    "TanhLinear",
+    "create",
+]

@@ -1,0 +1,484 @@
+r"""Decoupled operators: what stands for the inner product of a kernel and a patch.
+
+.. math:: f(w, x) = H(\|w\|, \|x\|)\; g(\theta_{w,x})
+
+An operator is a magnitude function :math:`h` (one class each, below), an angular function :math:`g`
+(:mod:`hypersphere.angular`), and how the norm of the kernel enters. Layers evaluate it for every patch and kernel
+(:mod:`hypersphere.nn.functional`); called on vectors it is the plain function :math:`f(w, x)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hypersphere import angular as angulars_module
+from hypersphere.angular import Angular, Cosine, Sigmoid
+from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.geometry import EPS, at_least_float32, full_precision
+from hypersphere.registry import Registry
+
+Sharing = Literal["filter", "layer", "network"]
+Weighting = Literal["none", "linear", "joint", "separate"]
+
+operators: Registry[Operator] = Registry("operator")
+
+
+def operator(name: str | Operator, **options: Any) -> Operator:
+    """Build an operator by name; an instance is passed through, with changed options where some are given.
+
+    Example:
+        >>> operator("tanh", angular="sqcos")(torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0]))
+        tensor(0.3600)
+    """
+    if not isinstance(name, Operator):
+        return operators.create(name, **options)
+    if not options:
+        return name
+    entry = operators.find(type(name))
+    if entry is not None:
+        entry.check(options)
+    own = {option.name: getattr(name, option.name) for option in fields(name)}
+    return type(name)(**{**own, **options})
+
+
+def is_zero(energy: Tensor) -> Tensor:
+    """Whether a squared norm counts as that of the zero vector (see :mod:`hypersphere.geometry`)."""
+    return energy <= torch.finfo(energy.dtype).tiny
+
+
+@dataclass(frozen=True)
+class Operator:
+    r"""A decoupled operator :math:`f(w, x) = H(\|w\|, \|x\|)\, g(\theta)`.
+
+    ``weighting`` says how the norm of the kernel enters: ``"none"`` :math:`h(\|x\|)`, ``"linear"``
+    :math:`\|w\| h(\|x\|)`, ``"joint"`` :math:`h(\|w\|\|x\|)`, ``"separate"`` :math:`h(\|w\|) h(\|x\|) / \alpha`. Norms
+    are :math:`\sqrt{\|\cdot\|^2 + \epsilon}`. The zero vector gives 0 and gets no gradient.
+
+    Args:
+        angular: Angular function, by name or as an object.
+        weighting: How the norm of the kernel enters.
+        eps: What is added to the squared norms; 0 for exact scale invariance.
+        alpha: Factor of the magnitude.
+        k: Steepness of the sigmoid angular function; by default 0.3, or 0.5 to begin with where it is learned.
+        learn_k: Learn one ``k`` for each filter, one for the layer, or (with :func:`hypersphere.nn.convert`) one for
+            the network.
+        k_param: How a learned ``k`` stays positive: ``"abs"`` |raw| + 0.05, ``"softplus"`` softplus(raw) + 0.05, or
+            ``"project"``, cut off at 0.05 by :func:`hypersphere.nn.project_weights`.
+        weighted_gradients: Multiply the gradient that reaches a kernel through its direction by the kernel's norm,
+            so that it does not depend on the norm. Adam divides such factors out again.
+    """
+
+    angular: str | Angular = "cosine"
+    weighting: Weighting = "none"
+    eps: float = EPS
+    alpha: float = 1.0
+    k: float | None = None
+    learn_k: Sharing | None = None
+    k_param: Literal["abs", "softplus", "project"] = "abs"
+    weighted_gradients: bool = False
+
+    K_MIN: ClassVar[float] = 0.05
+    has_radius: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_choice("weighting", self.weighting, ("none", "linear", "joint", "separate"))
+        check_range("eps", self.eps, 0)
+        check_range("alpha", self.alpha, 0, open_low=True)
+        if self.learn_k is not None:
+            check_choice("learn_k", self.learn_k, ("filter", "layer", "network"))
+        check_choice("k_param", self.k_param, ("abs", "softplus", "project"))
+        g = angulars_module.create(self.angular)
+        if isinstance(g, Sigmoid):
+            default = 0.5 if self.learn_k else g.k
+            g = Sigmoid(default if self.k is None else self.k)
+            if self.learn_k:
+                check_range("k", g.k, self.K_MIN, open_low=self.k_param != "project")
+        elif self.k is not None or self.learn_k is not None:
+            option = "k" if self.k is not None else "learn_k"
+            raise ArgumentError(option, f"is the steepness of the angular function 'sigmoid', got it with {g!r}")
+        object.__setattr__(self, "angular", g)
+        if self.weighted_gradients and self.weighting != "none":
+            raise ArgumentError(
+                "weighted_gradients", f"must be False with weighting={self.weighting!r}, where the kernel's norm counts"
+            )
+
+    # ---------------------------------------------------------------------------------- magnitude
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude h at norms ``t`` for the radius R, broadcast against each other."""
+        raise NotImplementedError
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative of h by the norm."""
+        raise NotImplementedError
+
+    def radius_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative of h by the radius R."""
+        return torch.zeros_like(t)
+
+    def phi(self, x: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        r"""Where the operator moves an input along its ray, :math:`h(\|x\|)\, x / \|x\|`, ``(..., D)``.
+
+        With the cosine as angular function the operator is the inner product of this with the kernel's direction.
+
+        Example:
+            >>> Tanh(eps=0.0).phi(torch.tensor([3.0, 4.0]))
+            tensor([0.5999, 0.7999])
+        """
+        energy = at_least_float32(x).square().sum(-1, keepdim=True)
+        t, inverse = self._norms(energy)
+        return self.magnitude(t, radius) * x * inverse
+
+    # ----------------------------------------------------------------------------------- response
+
+    def __call__(
+        self, w: Tensor, x: Tensor, radius: Tensor | float | None = None, k: Tensor | float | None = None
+    ) -> Tensor:
+        r"""The operator on vectors that broadcast against each other, over the last axis.
+
+        Args:
+            w: Kernels, ``(..., D)``.
+            x: Patches, ``(..., D)``.
+            radius: Radius R for the operators that have one, ``(...)``; by default that of the options.
+            k: Steepness of the sigmoid in place of the own one, ``(...)``.
+
+        Returns:
+            ``(...)`` in float32 or wider.
+
+        Example:
+            >>> Sphere(eps=0.0)(torch.tensor([[1.0, -2.0, 2.0]]), torch.tensor([2.0, 1.0, 2.0]))
+            tensor([0.4444])
+        """
+        w, x = at_least_float32(w), at_least_float32(x)
+        if isinstance(k, (int, float)):
+            k = x.new_full((), k)
+        radius = getattr(self, "radius", 1.0) if radius is None else radius
+        with full_precision(x):
+            direction, norms = self.direction(w)
+            return self.response((direction * x).sum(-1), x.square().sum(-1), radius, k, norms.squeeze(-1))
+
+    def direction(self, w: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+        r"""Kernels divided by their norms, and these norms :math:`\sqrt{\|w\|^2 + \epsilon}`.
+
+        Unlike a patch, a kernel of zeros gets a gradient where ``eps`` is above 0: it must be able to leave zero.
+
+        Args:
+            w: Kernels, any shape, float32 or wider.
+            dims: The axes of one kernel.
+
+        Returns:
+            The shape of ``w``, and the same with length 1 along ``dims``.
+        """
+        energy = w.square().sum(dims, keepdim=True) + self.eps
+        zero = is_zero(energy)
+        norms = torch.where(zero, 1.0, energy).sqrt()
+        inverse = torch.where(zero, 0.0, 1 / norms)
+        if self.weighted_gradients:
+            w = _ScaledGradient.apply(w, norms.detach())
+            inverse = _ScaledGradient.apply(inverse, norms.detach())
+        return w * inverse, torch.where(zero, 0.0, norms)
+
+    def response(
+        self,
+        products: Tensor,
+        energy: Tensor,
+        radius: Tensor | float = 1.0,
+        k: Tensor | None = None,
+        kernel_norms: Tensor | None = None,
+        kernel_radius: Tensor | float | None = None,
+    ) -> Tensor:
+        r"""The operator from products :math:`\langle w / \|w\|, x \rangle` and squared norms :math:`\|x\|^2`.
+
+        Args:
+            products: Any shape, float32 or wider.
+            energy: Squared norms of the patches, which broadcast to ``products``.
+            radius: Radius R, broadcastable.
+            k: Steepness of the sigmoid in place of the own one, broadcastable.
+            kernel_norms: Norms of the kernels, for a ``weighting`` other than ``"none"``; broadcastable.
+            kernel_radius: Radius for the kernels with ``weighting="separate"``; by default ``radius``.
+
+        Returns:
+            The shape of ``products``.
+        """
+        t, inverse = self._norms(energy)
+        if self.weighting == "none" or kernel_norms is None:
+            h = self.magnitude(t, radius)
+        elif self.weighting == "linear":
+            h = kernel_norms * self.magnitude(t, radius)
+        elif self.weighting == "joint":
+            h = self.magnitude(kernel_norms * t, radius)
+        else:
+            own = self.magnitude(kernel_norms, radius if kernel_radius is None else kernel_radius)
+            h = own * self.magnitude(t, radius) / self.alpha
+        if type(self.angular) is Cosine:  # one pass over the products, not three
+            return products * (h * inverse)
+        # In this order the result has the memory format of the products.
+        return self.angle_value(products * inverse, k) * torch.where(is_zero(energy), 0.0, h)
+
+    def _norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms and their inverses from squared norms; the inverse of the zero vector's is 0."""
+        zero = is_zero(energy)
+        t = torch.where(zero, 1.0, energy + self.eps).sqrt()
+        return t, torch.where(zero, 0.0, 1 / t)
+
+    def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
+        """Angular function at the angles of these cosines."""
+        g: Any = self.angular
+        return g.of_cosine(cosines) if k is None else g.of_cosine(cosines, k)
+
+
+@dataclass(frozen=True)
+class _RadiusOperator(Operator):
+    r"""An operator whose slope changes at a radius :math:`R = \rho\, m`.
+
+    Args:
+        radius: Initial radius :math:`\rho` of every kernel.
+        learn_radius: Learn one :math:`\rho` for each kernel.
+        mean_norm: Measure the radius in units of the mean patch norm :math:`m` of the layer (of each group), without
+            which it gets next to no gradient in layers whose patches are long. Training takes the mean of the batch,
+            evaluation a moving average.
+        mean_decay: Decay of the moving average; take 0.9 to 0.99 for runs of less than a few thousand steps.
+        mean_init: What the moving average begins with: the ``"first"`` batch, or ``"zero"``.
+        detach_mean: Pass no gradient through the mean of the batch.
+    """
+
+    radius: float = 1.0
+    learn_radius: bool = True
+    mean_norm: bool = True
+    mean_decay: float = 0.999
+    mean_init: Literal["first", "zero"] = "first"
+    detach_mean: bool = False
+
+    has_radius: ClassVar[bool] = True
+    RADIUS_MIN: ClassVar[float] = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("radius", self.radius, self.RADIUS_MIN, open_low=True)
+        check_range("mean_decay", self.mean_decay, 0, 1)
+        check_choice("mean_init", self.mean_init, ("first", "zero"))
+
+
+@operators.register("sphere")
+@dataclass(frozen=True)
+class Sphere(Operator):
+    r"""The angle alone: :math:`h(t) = \alpha`.
+
+    Example:
+        >>> Sphere(angular="linear", eps=0.0)(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 5.0]))
+        tensor(0.5000)
+    """
+
+    bounded: ClassVar[bool] = True
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return torch.full_like(t, self.alpha)
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return torch.zeros_like(t)
+
+
+@operators.register("ball")
+@dataclass(frozen=True)
+class Ball(_RadiusOperator):
+    r"""Linear up to the radius, constant beyond: :math:`h(t) = \alpha \min(t, R) / R`.
+
+    Example:
+        >>> Ball(eps=0.0)(torch.tensor([1.0, 0.0]), torch.tensor([[0.5, 0.0], [9.0, 0.0]]))
+        tensor([0.5000, 1.0000])
+    """
+
+    bounded: ClassVar[bool] = True
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return self.alpha * (t / radius).clamp(max=1.0)
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return torch.where(t < radius, torch.full_like(t, self.alpha) / radius, 0.0)
+
+    def radius_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the radius."""
+        ratio = t / radius
+        return torch.where(ratio < 1, -self.alpha / radius * ratio, 0.0)
+
+
+@operators.register("tanh")
+@dataclass(frozen=True)
+class Tanh(_RadiusOperator):
+    r"""A smooth bound: :math:`h(t) = \alpha \tanh(t / R)`.
+
+    Example:
+        >>> Tanh(eps=0.0)(torch.tensor([1.0, 0.0]), torch.tensor([[0.5, 0.0], [9.0, 0.0]]))
+        tensor([0.4621, 1.0000])
+    """
+
+    bounded: ClassVar[bool] = True
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return self.alpha * (t / radius).tanh()
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return self.alpha / radius * _sech_squared(t / radius)
+
+    def radius_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the radius."""
+        ratio = t / radius
+        return -self.alpha / radius * ratio * _sech_squared(ratio)
+
+
+@operators.register("linear")
+@dataclass(frozen=True)
+class Linear(Operator):
+    r"""The norm of the patch as it is: :math:`h(t) = \alpha t`; with linear weighting, the inner product.
+
+    Example:
+        >>> Linear(weighting="linear")(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor(11.)
+    """
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return self.alpha * t
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return torch.full_like(t, self.alpha)
+
+
+@operators.register("seg", aliases=("segmented",))
+@dataclass(frozen=True)
+class Seg(_RadiusOperator):
+    r"""Two linear pieces that meet at the radius: slope :math:`\alpha` up to R, :math:`\beta` beyond.
+
+    Args:
+        beta: Slope beyond the radius.
+
+    Example:
+        >>> Seg(eps=0.0)(torch.tensor([1.0, 0.0]), torch.tensor([[0.5, 0.0], [9.0, 0.0]]))
+        tensor([0.5000, 5.0000])
+    """
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0)
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return torch.where(t <= radius, self.alpha * t, self.beta * t + (self.alpha - self.beta) * radius)
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return torch.where(t <= radius, self.alpha, torch.full_like(t, self.beta))
+
+    def radius_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the radius."""
+        return torch.where(t <= radius, 0.0, torch.full_like(t, self.alpha - self.beta))
+
+
+@operators.register("log")
+@dataclass(frozen=True)
+class Log(Operator):
+    r"""Logarithmic growth: :math:`h(t) = \alpha \ln(1 + t)`.
+
+    Example:
+        >>> Log(eps=0.0)(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+        tensor(0.6931)
+    """
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return self.alpha * t.log1p()
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return self.alpha / (1 + t)
+
+
+@operators.register("mix")
+@dataclass(frozen=True)
+class Mix(Operator):
+    r"""A sum of magnitudes, by default :math:`h(t) = \alpha t + \beta \ln(1 + t)`.
+
+    Args:
+        beta: Factor of the logarithm.
+        parts: Other parts in place of the two: pairs of a factor and the name of an operator without radius.
+
+    Example:
+        >>> Mix(eps=0.0)(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+        tensor(1.6931)
+        >>> Mix(parts=((2.0, "sphere"), (0.5, "linear")), eps=0.0)(torch.tensor([1.0]), torch.tensor([4.0]))
+        tensor(4.)
+    """
+
+    beta: float = 1.0
+    parts: tuple[tuple[float, str], ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0)
+        pairs = self.parts or ((self.alpha, "linear"), (self.beta, "log"))
+        for factor, name in pairs:
+            check_range("parts", factor, 0)
+            if operators[name].factory is type(self) or getattr(operators[name].factory, "has_radius", False):
+                allowed = ", ".join(o for o in operators if o != "mix" and not operators[o].factory.has_radius)  # type: ignore[attr-defined]
+                raise ArgumentError("parts", f"must name operators without a radius ({allowed}), got {name!r}")
+        if not sum(factor for factor, _ in pairs) > 0:
+            raise ArgumentError("parts", f"must have a factor above 0, got {pairs}")
+        object.__setattr__(self, "_parts", tuple((f, operators.create(name)) for f, name in pairs if f))
+
+    def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Magnitude at norms."""
+        return self._sum([factor * part.magnitude(t) for factor, part in self._pairs])
+
+    def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
+        """Derivative by the norm."""
+        return self._sum([factor * part.magnitude_slope(t) for factor, part in self._pairs])
+
+    @property
+    def _pairs(self) -> tuple[tuple[float, Operator], ...]:
+        return self._parts  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _sum(terms: list[Tensor]) -> Tensor:
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+
+def _sech_squared(u: Tensor) -> Tensor:
+    """1 - tanh^2 without cancellation for large arguments."""
+    decayed = (-2 * u.abs()).exp()
+    return 4 * decayed / (1 + decayed).square()
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The first argument, whose gradient is multiplied by the second."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grads[0] * scale, None
