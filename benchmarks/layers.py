@@ -496,6 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=("layers", "nets"), help="one half of the tables")
     parser.add_argument("--providers", nargs="+", help="words of which a provider's name must contain one")
+    parser.add_argument("--eager", action="store_true", help="layers without torch.compile, which takes most of a run")
     parser.add_argument("--repeat", type=int, default=20, help="timed repetitions")
     parser.add_argument("--autocast", action="store_true", help="layers with float32 weights under autocast, too")
     parser.add_argument("--precision", choices=("autocast", "fp32"), help="one precision of the networks")
@@ -521,14 +522,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal failed, rows
         title += "" if gpu else " (CPU)"
         show(title, entries)
-        command = "python benchmarks/layers.py" + ("" if gpu else " --device cpu")
+        command = " ".join(["python benchmarks/layers.py", *(sys.argv[1:] if arguments is None else arguments)])
         rows += to_rows(title, entries, command, hardware, f"median of {repeats} interleaved repetitions; {note}")
         failed |= any(entry.failure for entry in entries)
         if options.output:
             write_rows(options.output, rows)
 
     if options.only != "nets":
-        reference, *others = providers(compiled=not options.quick)
+        reference, *others = providers(compiled=not (options.quick or options.eager))
         layers = [reference, *(provider for provider in others if chosen(provider.name))]
         note = "channels-last; captured: in one CUDA graph; " if gpu else "one thread, processor time; "
         note += "memory with input, output gradient and weights; " if gpu else ""

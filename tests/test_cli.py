@@ -38,7 +38,7 @@ class Result(NamedTuple):
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
     """Tables that do not wrap."""
-    monkeypatch.setattr(cli, "console", Console(width=400))
+    monkeypatch.setattr(cli, "console", Console(width=600))
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_list_operators_shows_formulas_and_each_option_once(start):
     assert "angular='cosine', weighting='none'" in shared and sum("angular=" in line for line in lines) == 1
     angulars = start("list", "angulars").out
     assert re.search(r"^sigmoid +k=0.3 +Sigmoid of the angle", angulars, re.MULTILINE)
-    assert re.search(r"^sqcos +Square cosine .*g\(theta\) = costheta \|costheta\|", angulars, re.MULTILINE)
+    assert re.search(r"^sqcos +Square cosine .*g\(theta\) = cos theta \|cos theta\|", angulars, re.MULTILINE)
 
 
 def test_list_recipes_and_everything(start):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from hypersphere import recipe
@@ -86,3 +87,42 @@ def test_a_compiled_captured_step_trains(tmp_path):
     rows, _ = fit(tmp_path / "run", "train.compile=true")
     plain, _ = fit(tmp_path / "plain", "train.capture=false")
     assert largest_difference(rows, plain) < 1e-2
+
+
+DECOUPLED = [
+    "convert={name: tanh, angular: sigmoid, learn_k: network, exclude: [embed]}",
+    "project.every=7",
+    "regularisers=[{name: orthogonal, normalised: true, weight: 0.01}]",
+]
+
+
+def test_decoupled_layers_in_a_captured_step(tmp_path):
+    """The running mean of patch norms moves in the graph, the kernels are projected behind it."""
+    plain, _ = fit(tmp_path / "plain", "train.capture=false", *DECOUPLED)
+    captured, _ = fit(tmp_path / "captured", "train.capture=true", *DECOUPLED)
+    assert largest_difference(plain, captured) < 1e-2
+    states = [
+        safetensors.torch.load_file(RunFolder.open(tmp_path / name).latest_checkpoint() / "state.safetensors")
+        for name in ("plain", "captured")
+    ]
+    for state in states:
+        assert bool(state["model.features.0.patch_norm_seen"])
+    means = [torch.stack([v for k, v in sorted(s.items()) if k.endswith("patch_norm_mean")]) for s in states]
+    torch.testing.assert_close(*means, rtol=1e-3, atol=1e-4)
+    shutil.rmtree(tmp_path / "captured" / "checkpoints" / "step-00000040")
+    resumed, _ = fit(tmp_path / "captured", "train.capture=true", *DECOUPLED)
+    assert largest_difference(captured, resumed) < 1e-2
+
+
+@pytest.mark.parametrize("operator", ["sphere", "ball", "seg", "log", "mix", "linear"])
+def test_decoupled_layers_train_in_low_precision(tmp_path, operator):
+    options = [
+        "train.precision=bf16",
+        "train.channels_last=true",
+        "optimiser.lr=0.02",
+        "train.steps=120",
+        "loss=softmax",
+    ]
+    convert = f"convert={{name: {operator}, exclude: [embed]}}"
+    rows, metrics = fit(tmp_path / "run", *options, convert, "project.every=10", "regularisers=[]", "train.ema=null")
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and metrics["accuracy"] > 0.9

@@ -652,7 +652,7 @@ def test_parallel_vectors(dtype, g):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_norms(dtype, size):
     direction = torch.nn.functional.normalize(draw(2, 6), dim=1).to(dtype)
-    for name, g, weighting, eps in itertools.product(OPERATORS, ANGULARS, WEIGHTINGS, (1e-4, 0.0)):
+    for name, g, weighting, eps in itertools.product(OPERATORS, ("cosine", "sigmoid"), WEIGHTINGS, (1e-4, 0.0)):
         for a, b in ((size, 1), (1, size), (size, size)):
             w, x = (direction[0] * a).requires_grad_(), (direction[1] * b).requires_grad_()
             out = make(name, g, weighting=weighting, eps=eps)(w, x)

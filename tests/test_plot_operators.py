@@ -237,7 +237,7 @@ def test_parameters(tmp_path):
     shares, edges, _ = bars.get_data()
     for place, share in ((0.2, 50), (0.7, 25), (1.4, 12.5), (0.5, 12.5)):
         assert shares[np.searchsorted(edges, place) - 1] == pytest.approx(share)
-    assert shares.sum() == pytest.approx(100)
+    assert shares.sum() == pytest.approx(100) and edges[0] == 0
     starts = {title: axes.lines[0].get_xdata()[0] for title, axes in found.items()}
     assert all(start == (0.5 if "k" in title.split()[-1] else 1.0) for title, start in starts.items())
     limits = {title: axes.get_xlim() for title, axes in found.items()}

@@ -661,6 +661,9 @@ def test_housekeeping_does_not_make_another_run():
 def test_settings_cover_every_key():
     keys = {key for key, _, _ in recipe.settings()}
     assert {"seed", "data.batch_size", "train.clip_norm", "schedule.warmup", "optimiser.lr", "evaluate.every"} <= keys
+    assert {"convert", "convert.include", "project.every", "data.augment"} <= keys
+    shown = {key: default for key, default, _ in recipe.settings()}
+    assert (shown["model.name"], shown["convert.name"], shown["project.s"]) == ("digits-cnn", "None", "1.0")
     resolved = recipe.load("digits-softmax").model_dump()
     assert {key.split(".")[0] for key in keys} == set(resolved)
 

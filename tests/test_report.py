@@ -472,17 +472,20 @@ def test_filters_are_a_grid_of_pictures(tmp_path, channels):
     page = Page(report.build([add_tensors(make_run(tmp_path, "softmax"), filters=filters)]))
     (figure,) = page.of_kind("filters")
     image = np.array(figure["data"][0]["z"])
-    columns = (image.shape[1] + 1) // 6
-    assert image.shape == (4 * -(-10 // columns) - 1, 6 * columns - 1, 4)
+    zoom = 128 // (4 * 6)  # about 128 pixels for four filters of five weights and a gap
+    tall, wide = 3 * zoom + 3, 5 * zoom + 3  # a frame and a gap
+    columns = (image.shape[1] + 1) // wide
+    assert image.shape == (tall * -(-10 // columns) - 1, wide * columns - 1, 4)
     seen = np.zeros(image.shape[:2], bool)
     for index, one in enumerate(filters):
-        top, left = 4 * (index // columns), 6 * (index % columns)
-        tile = image[top : top + 3, left : left + 5]
-        seen[top : top + 3, left : left + 5] = True
+        top, left = tall * (index // columns), wide * (index % columns)
+        tile = image[top : top + tall - 1, left : left + wide - 1]
+        seen[top : top + tall - 1, left : left + wide - 1] = True
+        assert (tile[..., 3] == 1).all() and (tile[[0, -1], :, :3] == 136).all() and (tile[:, [0, -1], :3] == 136).all()
         scaled = one / max(np.abs(one).max(), 1e-9)
         expected = np.broadcast_to(127.5 * (1 + scaled.transpose(1, 2, 0)), (3, 5, 3))
-        np.testing.assert_allclose(tile[..., :3], expected, atol=0.51)
-        assert (tile[..., 3] == 1).all()
+        for shift in range(zoom):
+            np.testing.assert_allclose(tile[1 + shift : -1 : zoom, 1 + shift : -1 : zoom, :3], expected, atol=0.51)
     assert not image[~seen].any()  # transparent between them
     assert "All 10 filters, 3x5" in page.text
 
@@ -491,7 +494,8 @@ def test_of_very_many_filters_the_first_are_shown(tmp_path):
     run = add_tensors(make_run(tmp_path, "softmax"), filters=np.ones((300, 1, 2, 2), np.float32))
     page = Page(report.build([run]))
     image = np.array(page.of_kind("filters")[0]["data"][0]["z"])
-    assert (image[..., 3] == 1).sum() == 256 * 4 and "The first 256 of 300 filters" in page.text
+    zoom = 128 // (16 * 3)
+    assert (image[..., 3] == 1).sum() == 256 * (2 * zoom + 2) ** 2 and "The first 256 of 300 filters" in page.text
 
 
 def test_layers_that_cannot_be_drawn_are_left_out(tmp_path):

@@ -513,15 +513,16 @@ def test_kernels_are_projected_at_the_start_and_every_so_often(tmp_path):
 
         on_step = on_start
 
-    chosen = plan(*DECOUPLED, "project.s=2", "train.steps=7", "convert={name: sphere, exclude: [embed]}")
+    options = ["project.s=0.25", "train.steps=7", "schedule.warmup=0", "convert={name: sphere, exclude: [embed]}"]
+    chosen = plan(*DECOUPLED, *options)
     run = trainer(tmp_path / "run", chosen, Watch())
     ordinary = run.model.embed.weight.detach().norm()
     run.fit()
     assert len(seen) == 8 and all(len(norms) == 4 for norms in seen)
     for step, norms in enumerate(seen):
-        away = max(float((norm - 2).abs().max()) for norm in norms)
-        assert (away < 1e-5) == (step % 3 == 0), step
-    assert ordinary != pytest.approx(2, abs=0.1) and type(run.model.embed) is torch.nn.Linear
+        away = max(float((norm - 0.25).abs().max()) for norm in norms)
+        assert away < 1e-6 if step % 3 == 0 else away > 1e-5, step
+    assert ordinary > 0.3 and type(run.model.embed) is torch.nn.Linear
 
 
 def test_decay_spares_decoupled_kernels_radii_and_k():

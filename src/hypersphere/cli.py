@@ -186,8 +186,8 @@ def _entries(family: str) -> Iterator[tuple[str, str, str]]:
 
 def _plain(text: str) -> str:
     """A docstring's line without the markup of its formulas."""
-    words = re.sub(r":math:`([^`]*)`", r"\1", text).replace("``", "")
-    return re.sub(r"\\mathrm|[{}]", "", words.replace(r"\|", "|").replace(r"\,", " ")).replace("\\", "")
+    words = re.sub(r":math:`([^`]*)`", r"\1", text).replace("``", "").replace(r"\|", "|").replace(r"\,", " ")
+    return re.sub(r"\\mathrm|[{}]", "", re.sub(r"(?<=[A-Za-z0-9])\\", " ", words)).replace("\\", "")
 
 
 @app.command("data")

@@ -303,12 +303,15 @@ def embedded() -> dict[str, str]:
 def settings() -> Iterator[tuple[str, str, str]]:
     """Key, default and help of everything in a recipe that is not an option of a named part."""
     for name, field in Recipe.model_fields.items():
-        section = field.default
-        if isinstance(section, BaseModel):
-            for key, inner in type(section).model_fields.items():
-                yield f"{name}.{key}", str(inner.default), inner.description or ""
-        else:
-            yield name, str(section), field.description or ""
+        sections = [
+            kind for kind in _member_types(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not isinstance(field.default, BaseModel):
+            yield name, str(field.default), field.description or ""
+        for section in sections:
+            for key, inner in section.model_fields.items():
+                default = getattr(field.default, key, None if inner.is_required() else inner.default)
+                yield f"{name}.{key}", str(default), inner.description or ""
 
 
 def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:

@@ -7,7 +7,6 @@ factory such as :func:`create` gives.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 

@@ -95,10 +95,12 @@ def convert(
     chosen = [module for module, reason in why.items() if not reason]
     if op.learn_k == "network" and len({next(module.parameters()).device for module in chosen}) > 1:
         raise ArgumentError("learn_k", "must not be 'network' for layers on several devices")
+    obstacles = _obstacles(model, why)
     for module, reason in why.items():
         vars(module).pop(_WHY, None)
         if reason:
-            setattr(module, _WHY, reason)
+            if not obstacles[module]:  # those are seen on the layer itself, for as long as they last
+                setattr(module, _WHY, reason)
         elif isinstance(module, Decoupled):
             module.set_operator(op)
         else:
@@ -165,24 +167,25 @@ def _obstacles(model: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module,
 
 
 def _obstacle(module: nn.Module, reader: str | None) -> str:
-    kind = type(module)
-    base = kind.__mro__[1] if parametrize.is_parametrized(module) else kind
-    weight = None if isinstance(module, LazyModuleMixin) else getattr(module, "weight", None)
     if isinstance(module, Decoupled):
         return "folded" if module.folded else ""
     if reader is not None:
         return f"{reader} reads its weight"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run a batch through the model first"
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or _from_torchao(weight):
+    parametrised = parametrize.is_parametrized(module)
+    # A parametrised weight is not looked at: some change whenever they are computed.
+    if not parametrised and not _is_ordinary(module.weight):
         return "quantised"
     if "forward" in vars(module):
         return "its forward pass was replaced"
+    base = type(module).__mro__[1] if parametrised else type(module)
     return "" if kind_of(base) else f"{base.__name__} has a forward pass of its own"
 
 
-def _from_torchao(weight: Tensor) -> bool:
-    return type(weight).__module__.startswith("torchao")
+def _is_ordinary(weight: Any) -> bool:
+    quantised = type(weight).__module__.startswith("torchao")
+    return isinstance(weight, Tensor) and weight.is_floating_point() and not quantised
 
 
 @torch.no_grad()
@@ -388,7 +391,7 @@ def report(model: nn.Module) -> Report:
         >>> report(nn.Sequential(hs.nn.SphereConv2d(3, 8, 3), nn.LazyLinear(10)))
         name  kind        weight   operator  angular  added  note
         0     Conv2d      8x3x3x3  sphere    cosine       0
-        1     LazyLinear           -         -            0  lazy: run a batch through the model first
+        1     LazyLinear  10x0     -         -            0  lazy: run a batch through the model first
         1 of 2 layers decoupled, 0 parameters added
         >>> report(hs.nn.TanhLinear(3, 4)).rows[0].added
         4
@@ -399,8 +402,7 @@ def report(model: nn.Module) -> Report:
     rows = []
     for module, names in layers.items():
         kind = getattr(module, "torch_class", type(module))
-        weight = None if isinstance(module, LazyModuleMixin) else getattr(module, "weight", None)
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+        shape = _shape(module)
         if not isinstance(module, Decoupled):
             note = obstacles[module] or getattr(module, _WHY, "")
             rows.append(Row(names[0], kind.__name__, shape, None, None, 0, note))
@@ -414,6 +416,15 @@ def report(model: nn.Module) -> Report:
         added = sum(p.numel() for p in learned)
         rows.append(Row(names[0], kind.__name__, shape, module._name(), _name(op.angular), added, ", ".join(notes)))
     return Report(tuple(rows))
+
+
+def _shape(layer: Any) -> tuple[int, ...]:
+    """Shape of the weight, which is not looked at."""
+    if hasattr(layer, "in_features"):
+        return layer.out_features, layer.in_features
+    channels = layer.out_channels, layer.in_channels
+    rows, columns = reversed(channels) if layer.transposed else channels
+    return rows, columns // layer.groups, *layer.kernel_size
 
 
 def _name(g: Any) -> str:

@@ -1,9 +1,9 @@
 r"""Decoupled operators over all patches of a map: one convolution, one norm map, one pointwise pass.
 
-With directions :math:`\hat w` of the kernels and :math:`E = \|x\|^2` of the patches (one map for each group of channels,
-a sum of squares over channels and then over windows), the response is a pointwise function of the convolution
-:math:`z = \hat w * x` and of :math:`E`. The backward pass is written out: it needs the output and :math:`E` only, from which
-it finds the angles again, and costs one more pointwise pass than that of a convolution.
+With directions :math:`\hat w` of the kernels and :math:`E = \|x\|^2` of the patches (one map for each group of
+channels, a sum of squares over channels and then over windows), the response is a pointwise function of the convolution
+:math:`z = \hat w * x` and of :math:`E`. The backward pass is written out: it needs the output and :math:`E` only, from
+which it finds the angles again, and costs one more pass over the activations than that of a convolution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import at_least_float32, full_precision, patch_energy, safe_sqrt, window_sums
 from hypersphere.nn import fused
-from hypersphere.nn.operators import Operator, is_zero
+from hypersphere.nn.operators import Operator, is_zero, measures_radius
 
 
 class Window(NamedTuple):
@@ -77,8 +77,8 @@ def decoupled(
         kernel_norms: Norms of the kernels, ``(O,)``, for a ``weighting`` other than ``"none"``.
 
     Returns:
-        The responses, ``(N, O, *output spatial)`` in the type of ``x``, and the mean patch norm of each group over the batch,
-        ``(groups,)``, where it was needed.
+        The responses, ``(N, O, *output spatial)`` in the type of ``x``, and the mean patch norm of each group over the
+        batch, ``(groups,)``, where it was needed.
 
     Example:
         >>> from hypersphere.nn.operators import Sphere
@@ -107,7 +107,7 @@ def _composed(
     energy = _energy(x, window)
     batch_mean = _batch_mean(energy, operator) if mean is None and radius is not None else None
     if batch_mean is not None:
-        mean = batch_mean.detach() if getattr(operator, "detach_mean", False) else batch_mean
+        mean = batch_mean.detach() if measures_radius(operator) and operator.detach_mean else batch_mean
     products = at_least_float32(_product(x, directions, window))
     groups, shape = energy.shape[1], _per_kernel(energy)
     y = operator.response(
@@ -125,7 +125,7 @@ def _by_hand(operator: Operator) -> bool:
     """Whether the written-out backward pass serves: it knows unweighted operators and invertible angular functions."""
     return (
         operator.weighting == "none"
-        and type(operator.angular).cosine_at is not Angular.cosine_at  # type: ignore[union-attr]
+        and type(operator.g).cosine_at is not Angular.cosine_at
         and not torch.compiler.is_exporting()
         and not torch._C._are_functorch_transforms_active()
     )
@@ -160,7 +160,7 @@ def _energy(x: Tensor, window: Window | None) -> Tensor:
 
 def _batch_mean(energy: Tensor, operator: Operator) -> Tensor | None:
     """Mean norm of the patches of each group over a batch, ``(groups,)``; 1 for an empty batch."""
-    if not getattr(operator, "mean_norm", False):
+    if not measures_radius(operator):
         return None
     if not energy.numel():
         return energy.new_ones(energy.shape[1])
@@ -210,7 +210,7 @@ class _Decoupled(torch.autograd.Function):
                 1.0 if scaled is None else scaled.view(shape),
                 None if k is None else k.expand(products.shape[1]).view(shape),
             )
-            y = y.flatten(1, 2).to(x.dtype)
+            y = torch.ops.aten._unsafe_view(y, products.shape).to(x.dtype)  # no view: it may be changed in place
         return y, energy, energy.new_empty(0) if batch_mean is None else batch_mean
 
     @staticmethod
@@ -220,20 +220,27 @@ class _Decoupled(torch.autograd.Function):
         ctx.operator, ctx.window = operator, window
         ctx.mark_non_differentiable(energy, batch_mean)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, directions, radius, mean, k, y, energy, batch_mean)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(x, directions, radius, mean, k, energy, batch_mean, y)
+        else:
+            # Saved like the others, the output could not be changed in place, as an nn.ReLU(inplace=True) wants to.
+            ctx.output, ctx.version = y.detach(), y._version
+            ctx.save_for_backward(x, directions, radius, mean, k, energy, batch_mean)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        x, directions, radius, mean, k, y, energy, batch_mean = ctx.saved_tensors
         operator, window = ctx.operator, ctx.window
         if grads[0] is None:
             return (None,) * 7
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this one is wanted
-            inputs = (x, directions, radius, mean, k)
-            wanted = [t for t in inputs if t is not None and t.requires_grad]
-            again, _ = _composed(*inputs, operator, window)
-            found = iter(torch.autograd.grad(again, wanted, grads[0], create_graph=True, allow_unused=True))
-            return (*(next(found) if t is not None and t.requires_grad else None for t in inputs), None, None)
+        if torch.compiler.is_compiling():
+            x, directions, radius, mean, k, energy, batch_mean, y = ctx.saved_tensors
+        else:
+            x, directions, radius, mean, k, energy, batch_mean = ctx.saved_tensors
+            y, ctx.output = ctx.output, None  # let go of now, not with the graph
+            again = torch.is_grad_enabled()  # a derivative of this one is wanted
+            if again or y is None or y._version != ctx.version:  # or the output was changed or is gone
+                inputs = (x, directions, radius, mean, k)
+                return (*_composed_gradients(inputs, operator, window, grads[0], again), None, None)
         with full_precision(x):
             from_batch = batch_mean.numel() > 0
             scaled = None if radius is None else _scaled(radius, batch_mean if from_batch else mean)
@@ -241,7 +248,7 @@ class _Decoupled(torch.autograd.Function):
             respond = fused.respond_backward if kernels else _respond_backward
             d_products, d_energy, d_scaled, d_k = respond(grads[0], y, energy, scaled, k, operator)
             d_radius = None
-            if radius is not None and scaled is not None:
+            if radius is not None and scaled is not None and d_scaled is not None:
                 d_radius = d_scaled * scaled / radius
                 if from_batch and not operator.detach_mean:
                     d_mean = (d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1)
@@ -251,6 +258,19 @@ class _Decoupled(torch.autograd.Function):
                 add = fused.add_energy_gradient if kernels else _add_energy_gradient
                 d_x = add(d_x, x, d_energy, window)
         return d_x, d_directions, d_radius, None, d_k, None, None
+
+
+def _composed_gradients(
+    inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, d_y: Tensor, create_graph: bool
+) -> list[Tensor | None]:
+    """Gradients of the inputs by way of torch's own operations, which compute the response once more."""
+    if not create_graph:
+        inputs = tuple(None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    with torch.enable_grad(), full_precision(d_y):
+        y, _ = _composed(*inputs, operator, window)  # type: ignore[arg-type]
+    found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=create_graph, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def _mean_gradient(d_mean: Tensor, energy: Tensor, eps: float) -> Tensor:
@@ -265,7 +285,7 @@ def _respond_backward(
     d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
-    g: Any = operator.angular
+    g: Any = operator.g
     groups, shape = energy.shape[1], _per_kernel(energy)
     own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
     scaled: Any = 1.0 if radius is None else radius.view(shape)
@@ -318,11 +338,12 @@ def _add_energy_gradient(d_x: Tensor, x: Tensor, d_energy: Tensor, window: Windo
     """``d_x`` plus what reaches ``x`` through the squared norms of its patches."""
     if window is not None:
         if window.transposed:
-            d_energy = window_sums(d_energy, window.axes())[(..., *(slice(n) for n in x.shape[2:]))]
+            visible: Any = (..., *(slice(n) for n in x.shape[2:]))
+            d_energy = window_sums(d_energy, window.axes())[visible]
         else:
             d_energy = window_sums(d_energy, window.axes(), x.shape[2:])
     if x.dtype == d_energy.dtype:
-        grouped = (t.unflatten(1, (d_energy.shape[1], -1)) for t in (d_x, x))
-        return torch.addcmul(*grouped, d_energy.unsqueeze(2), value=2).flatten(1, 2)
+        d_x, x = (t.unflatten(1, (d_energy.shape[1], -1)) for t in (d_x, x))
+        return torch.addcmul(d_x, x, d_energy.unsqueeze(2), value=2).flatten(1, 2)
     share = 2 * at_least_float32(x).unflatten(1, (d_energy.shape[1], -1)) * d_energy.unsqueeze(2)
     return d_x + share.flatten(1, 2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The pointwise passes of decoupled layers on NVIDIA GPUs, in Triton; torch's operations in functional.py are the oracle.
+"""The pointwise passes of decoupled layers on NVIDIA GPUs, in Triton; the torch code in functional.py is the oracle.
 
 A layer runs four small kernels beside its convolutions: squared norms of the patches, the response (in place of the
 convolution's output), the gradients of both by the output, and what the input's gradient receives through the norms.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hypersphere import angular
 from hypersphere.geometry import at_least_float32
-from hypersphere.nn import operators
+from hypersphere.nn.operators import Ball, Linear, Log, Mix, Seg, Sphere, Tanh
 
 if TYPE_CHECKING:
     from hypersphere.nn.functional import Window
@@ -29,13 +29,13 @@ except ImportError:  # pragma: no cover
     triton = None
 
 MAGNITUDES = {
-    operators.Sphere: 0,
-    operators.Linear: 1,
-    operators.Log: 2,
-    operators.Mix: 3,
-    operators.Ball: 4,
-    operators.Tanh: 5,
-    operators.Seg: 6,
+    Sphere: 0,
+    Linear: 1,
+    Log: 2,
+    Mix: 3,
+    Ball: 4,
+    Tanh: 5,
+    Seg: 6,
 }
 ANGULARS = {
     angular.Cosine: 0,
@@ -102,7 +102,7 @@ def respond(products: Tensor, energies: Tensor, radius: Tensor | None, k: Tensor
 
 
 def direction(weight: Tensor, operator: Operator, dtype: torch.dtype) -> Tensor:
-    """Kernels ``(O, ...)`` divided by their norms, in another type; the gradient is weighted where the operator says so."""
+    """Kernels ``(O, ...)`` divided by their norms, in ``dtype``; gradients are weighted where the operator says so."""
     return _Direction.apply(weight, operator, dtype)
 
 

@@ -1,13 +1,14 @@
 """Decoupled layers: torch's convolutions and linear layer with a decoupled operator for the inner product.
 
-Each subclasses torch's layer of that kind, takes all of its arguments and has its ``weight`` and ``bias``, so that trained
-weights load and code that looks for ``nn.Conv2d`` finds it.
+Each subclasses torch's layer of that kind, takes all of its arguments and has its ``weight`` and ``bias``, so that
+trained weights load and code that looks for ``nn.Conv2d`` finds it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -16,23 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from hypersphere.angular import Sigmoid
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 from hypersphere.nn import fused
 from hypersphere.nn import operators as operators_module
 from hypersphere.nn.functional import Window, decoupled
-from hypersphere.nn.operators import Operator, operators
+from hypersphere.nn.operators import Operator, RadiusOperator, measures_radius, operators
 
 _OWN_STATE = ("radius_raw", "k_raw", "patch_norm_mean", "patch_norm_seen")
 _FOLDED_STATE = ("folded_norms", "folded_radius", "folded_k")  # in place of these, see hypersphere.nn.fold
 
 
 class Decoupled(nn.Module):
-    """What all decoupled layers share: the operator, its learned parts and the norms of patches seen.
+    r"""What all decoupled layers share: the operator, its learned parts and the norms of patches seen.
 
     Attributes:
         operator: The operator.
-        radius_raw: Parameter ``(O,)`` with :math:`\\rho = raw^2 + 10^{-4}`, for operators with a radius.
+        radius_raw: Parameter ``(O,)`` with :math:`\rho = raw^2 + 10^{-4}`, for operators with a radius.
         k_raw: Parameter ``(O,)`` or ``(1,)`` where the steepness of the sigmoid is learned.
         patch_norm_mean: Moving average of the mean patch norm of each group, ``(groups,)``, for operators whose radius
             is measured by it.
@@ -42,7 +44,7 @@ class Decoupled(nn.Module):
 
     operator: Operator
     weight: Tensor
-    bias: Tensor | None
+    bias: Any  # a parameter, or None
     torch_class: type[nn.Module]
     radius_raw: nn.Parameter | None
     k_raw: nn.Parameter | None
@@ -61,17 +63,18 @@ class Decoupled(nn.Module):
         self._drop_state()
         self.operator, self.folded = op, False
         weight = next(itertools.chain(self.parameters(), self.buffers()))  # not self.weight: it may be computed
-        like = {"device": weight.device, "dtype": at_least_float32(weight[:0]).dtype}
-        kernels = self._kernels()
+        device, dtype, kernels = weight.device, at_least_float32(weight[:0]).dtype, self._kernels()
         self.radius_raw = self.k_raw = None
-        if op.has_radius:
-            self.radius_raw = nn.Parameter(torch.empty(kernels, **like), requires_grad=op.learn_radius)  # type: ignore[attr-defined]
-            self.set_radius(op.radius)  # type: ignore[attr-defined]
-        if op.learn_k is not None:
-            self.k_raw = nn.Parameter(torch.empty(kernels if op.learn_k == "filter" else 1, **like))
-            self.set_k(op.angular.k)  # type: ignore[union-attr]
-        if getattr(op, "mean_norm", False):
-            self.register_buffer("patch_norm_mean", torch.ones(self._groups(), **like))
+        if isinstance(op, RadiusOperator):
+            raw = torch.empty(kernels, device=device, dtype=dtype)
+            self.radius_raw = nn.Parameter(raw, requires_grad=op.learn_radius)
+            self.set_radius(op.radius)
+        if op.learn_k is not None and isinstance(op.g, Sigmoid):
+            count = kernels if op.learn_k == "filter" else 1
+            self.k_raw = nn.Parameter(torch.empty(count, device=device, dtype=dtype))
+            self.set_k(op.g.k)
+        if measures_radius(op):
+            self.register_buffer("patch_norm_mean", torch.ones(self._groups(), device=device, dtype=dtype))
             self.register_buffer("patch_norm_seen", torch.zeros((), dtype=torch.bool, device=weight.device))
 
     @classmethod
@@ -95,7 +98,7 @@ class Decoupled(nn.Module):
         kind = type(module)
         parametrised = hasattr(module, "parametrizations")
         base = kind.__mro__[1] if parametrised else kind
-        target = kind_of(base)  # type: ignore[arg-type]
+        target = kind_of(base)
         if target is None:
             known = ", ".join(k.__name__ for k in KINDS)
             raise ArgumentError("module", f"must be one of {known}, got {kind.__name__}")
@@ -141,14 +144,14 @@ class Decoupled(nn.Module):
         if self.folded:
             return self.folded_radius
         raw = self.radius_raw
-        return None if raw is None else at_least_float32(raw).square() + self.operator.RADIUS_MIN  # type: ignore[attr-defined]
+        return None if raw is None else at_least_float32(raw).square() + RadiusOperator.RADIUS_MIN
 
     @torch.no_grad()
     def set_radius(self, value: float | Tensor) -> None:
         """Set the radius of all kernels, or of each."""
         if self.radius_raw is None:
             raise ArgumentError("value", f"cannot be set: the operator {self._name()} has no radius")
-        low = self.operator.RADIUS_MIN  # type: ignore[attr-defined]
+        low = RadiusOperator.RADIUS_MIN
         self.radius_raw.copy_((_checked(value, low) - low).sqrt())
 
     @property
@@ -156,10 +159,9 @@ class Decoupled(nn.Module):
         """Learned steepness of the sigmoid, ``(O,)`` or ``(1,)``; ``None`` where it is not learned."""
         if self.folded:
             return self.folded_k
-        raw, low = self.k_raw, self.operator.K_MIN
-        if raw is None:
+        if self.k_raw is None:
             return None
-        raw = at_least_float32(raw)
+        raw, low = at_least_float32(self.k_raw), self.operator.K_MIN
         if self.operator.k_param == "project":
             return raw.clamp(min=low)
         return (raw.abs() if self.operator.k_param == "abs" else F.softplus(raw)) + low
@@ -232,38 +234,29 @@ class Decoupled(nn.Module):
     def _respond(self, x: Tensor, window: Window | None) -> Tensor:
         """The response to a batch, bias and moving average included."""
         dtype, weight = x.dtype, self.weight  # once: a parametrisation computes it anew each time
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type) if dtype != torch.float64 else dtype
         elif x.dtype != weight.dtype:
             raise ArgumentError("x", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
         directions, norms = self._directions(weight, dtype)
-        op: Any = self.operator
-        mean = None
-        averaged = getattr(op, "mean_norm", False)
-        if averaged and not self.training:
+        op, mean = self.operator, None
+        if measures_radius(op) and not self.training:
             mean = torch.where(self.patch_norm_seen, self.patch_norm_mean, 1.0)
         y, batch_mean = decoupled(
             x.to(dtype), directions, op, window, radius=self.radius, mean=mean, k=self.k, kernel_norms=norms
         )
-        if averaged and self.training and batch_mean is not None and x.numel():
-            self._observe(batch_mean.detach())
+        if measures_radius(op) and self.training and batch_mean is not None and x.numel():
+            self._observe(batch_mean.detach(), op)
         if self.bias is None:
             return y
         return y + self.bias.to(y.dtype).view(-1, *(1,) * (y.dim() - 2))
 
     @torch.no_grad()
-    def _observe(self, batch_mean: Tensor) -> None:
+    def _observe(self, batch_mean: Tensor, op: RadiusOperator) -> None:
         """Move the average of the patch norms towards that of a batch."""
         batch_mean = batch_mean.to(self.patch_norm_mean.dtype)
-        moved = self.patch_norm_mean.lerp(batch_mean, 1 - self.operator.mean_decay)  # type: ignore[attr-defined]
-        first = (
-            batch_mean
-            if self.operator.mean_init == "first"
-            # type: ignore[attr-defined]
-            else (
-                batch_mean * (1 - self.operator.mean_decay)  # type: ignore[attr-defined]
-            )
-        )
+        moved = self.patch_norm_mean.lerp(batch_mean, 1 - op.mean_decay)
+        first = batch_mean if op.mean_init == "first" else batch_mean * (1 - op.mean_decay)
         self.patch_norm_mean.copy_(torch.where(self.patch_norm_seen, moved, first))
         self.patch_norm_seen.fill_(True)
 
@@ -288,7 +281,7 @@ class _Conv(Decoupled):
         operator: str | Operator = "sphere",
         **options: Any,
     ) -> None:
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         self.set_operator(operator, **options)
@@ -333,7 +326,7 @@ class _ConvTranspose(Decoupled):
         operator: str | Operator = "sphere",
         **options: Any,
     ) -> None:
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             in_channels,
             out_channels,
             kernel_size,
@@ -515,7 +508,8 @@ class DecoupledLinear(Decoupled, nn.Linear):
         """Responses ``(..., out_features)`` to ``(..., in_features)``."""
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ArgumentError("input", f"must have shape (..., {self.in_features}), got {tuple(input.shape)}")
-        rows = input.reshape(input.shape[:-1].numel(), self.in_features)  # -1 would not do for an empty batch
+        # Neither -1, which would not do for an empty batch, nor numel(), which would fix the size of an exported batch.
+        rows = input.reshape(math.prod(input.shape[:-1]), self.in_features)
         return self._respond(rows, None).view(*input.shape[:-1], self.out_features)
 
 
@@ -574,11 +568,11 @@ def _preset(base: type[L], operator: str) -> type[L]:
     """``base`` with another default operator, under the operator's name."""
     name = base.__name__.replace("Decoupled", operator.capitalize())
 
-    def __init__(self: Any, *args: Any, operator: str | Operator = operator, **options: Any) -> None:
+    def initialise(self: Any, *args: Any, operator: str | Operator = operator, **options: Any) -> None:
         base.__init__(self, *args, operator=operator, **options)
 
     doc = f"``nn.{base.torch_class.__name__}`` with the operator ``{operator}`` (see :class:`{base.__name__}`)."
-    return type(name, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__, "__qualname__": name})
+    return type(name, (base,), {"__init__": initialise, "__doc__": doc, "__module__": __name__, "__qualname__": name})
 
 
 def _presets(

@@ -10,7 +10,7 @@ An operator is a magnitude function :math:`h` (one class each, below), an angula
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def operator(name: str | Operator, **options: Any) -> Operator:
 
     Example:
         >>> operator("tanh", angular="sqcos")(torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0]))
-        tensor(0.3600)
+        tensor(0.3599)
     """
     if not isinstance(name, Operator):
         return operators.create(name, **options)
@@ -43,6 +43,11 @@ def operator(name: str | Operator, **options: Any) -> Operator:
         entry.check(options)
     own = {option.name: getattr(name, option.name) for option in fields(name)}
     return type(name)(**{**own, **options})
+
+
+def measures_radius(operator: Operator) -> TypeGuard[RadiusOperator]:
+    """Whether the operator measures its radius in units of the mean patch norm."""
+    return isinstance(operator, RadiusOperator) and operator.mean_norm
 
 
 def is_zero(energy: Tensor) -> Tensor:
@@ -94,7 +99,7 @@ class Operator:
         check_choice("k_param", self.k_param, ("abs", "softplus", "project"))
         g = angulars_module.create(self.angular)
         if isinstance(g, Sigmoid):
-            default = 0.5 if self.learn_k else g.k
+            default = 0.5 if self.learn_k and isinstance(self.angular, str) else g.k
             g = Sigmoid(default if self.k is None else self.k)
             if self.learn_k:
                 check_range("k", g.k, self.K_MIN, open_low=self.k_param != "project")
@@ -106,6 +111,12 @@ class Operator:
             raise ArgumentError(
                 "weighted_gradients", f"must be False with weighting={self.weighting!r}, where the kernel's norm counts"
             )
+
+    @property
+    def g(self) -> Angular:
+        """The angular function as an object."""
+        assert isinstance(self.angular, Angular)
+        return self.angular
 
     # ---------------------------------------------------------------------------------- magnitude
 
@@ -228,12 +239,12 @@ class Operator:
 
     def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
         """Angular function at the angles of these cosines."""
-        g: Any = self.angular
+        g: Any = self.g
         return g.of_cosine(cosines) if k is None else g.of_cosine(cosines, k)
 
 
 @dataclass(frozen=True)
-class _RadiusOperator(Operator):
+class RadiusOperator(Operator):
     r"""An operator whose slope changes at a radius :math:`R = \rho\, m`.
 
     Args:
@@ -287,7 +298,7 @@ class Sphere(Operator):
 
 @operators.register("ball")
 @dataclass(frozen=True)
-class Ball(_RadiusOperator):
+class Ball(RadiusOperator):
     r"""Linear up to the radius, constant beyond: :math:`h(t) = \alpha \min(t, R) / R`.
 
     Example:
@@ -313,7 +324,7 @@ class Ball(_RadiusOperator):
 
 @operators.register("tanh")
 @dataclass(frozen=True)
-class Tanh(_RadiusOperator):
+class Tanh(RadiusOperator):
     r"""A smooth bound: :math:`h(t) = \alpha \tanh(t / R)`.
 
     Example:
@@ -358,7 +369,7 @@ class Linear(Operator):
 
 @operators.register("seg", aliases=("segmented",))
 @dataclass(frozen=True)
-class Seg(_RadiusOperator):
+class Seg(RadiusOperator):
     r"""Two linear pieces that meet at the radius: slope :math:`\alpha` up to R, :math:`\beta` beyond.
 
     Args:

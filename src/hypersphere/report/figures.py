@@ -29,6 +29,8 @@ MAX_PAIR_FEATURES = 1000
 BIN_DEGREES = 2
 LAYER_BINS = 30
 MAX_FILTERS = 256
+GRID_PIXELS = 128  # about the side of a grid of filters, in pixels of its own
+FRAME = (136, 136, 136, 1)
 NORMS = ("grad_norm/", "weight_norm/")
 SCHEDULED = {"lr", "lambda", "m", "m1", "m2", "m3"}
 NOT_TERMS = {"step", "split", "total", *SCHEDULED}
@@ -198,7 +200,8 @@ def layer_histograms(layers: Mapping[str, Floats]) -> tuple[Figure, str]:
         | {"showlegend": False, "hovertemplate": f"{template}mean %{{y}}<extra></extra>"},
     ]
     layout = _layout(
-        xaxis={"title": {"text": "layer"}, "automargin": True, "nticks": 12, "showgrid": False, "zeroline": False},
+        xaxis={"title": {"text": "layer"}, "automargin": True, "showgrid": False, "zeroline": False}
+        | {"tick0": 1, "dtick": -(-len(layers) // 12)},
         yaxis={"automargin": True, "nticks": 6, "showgrid": False, "zeroline": False},
         hovermode="closest",
     )
@@ -212,16 +215,21 @@ def filter_grid(filters: Floats) -> tuple[Figure, str]:
         filters: ``(n, channels, height, width)`` with 1 or 3 channels.
     """
     shown = filters[:MAX_FILTERS]
+    count, _, height, width = shown.shape
     scale = np.abs(shown).max(axis=(1, 2, 3), keepdims=True)
-    pixels = np.round(127.5 + 127.5 * shown / np.where(scale > 0, scale, 1))
-    count, _, height, width = pixels.shape
+    pixels = np.round(127.5 + 127.5 * shown / np.where(scale > 0, scale, 1)).transpose(0, 2, 3, 1)
+    pixels = np.concatenate([np.broadcast_to(pixels, (*pixels.shape[:3], 3)), np.ones((*pixels.shape[:3], 1))], axis=3)
+    # Weights are drawn as squares with a frame around each filter, which black and white would not show by themselves.
+    zoom = max(1, GRID_PIXELS // (math.ceil(math.sqrt(count)) * (max(height, width) + 1)))
+    tiles = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    frame = np.full((count, zoom * height + 2, zoom * width + 2, 4), FRAME, dtype=int)
+    frame[:, 1:-1, 1:-1] = tiles
     columns = math.ceil(math.sqrt(1.6 * count * height / width))
-    rows = -(-count // columns)
-    image = np.zeros((rows * (height + 1), columns * (width + 1), 4), dtype=int)  # transparent between the filters
-    for index, one in enumerate(pixels):
+    tall, wide = (side + 1 for side in frame.shape[1:3])
+    image = np.zeros((-(-count // columns) * tall, columns * wide, 4), dtype=int)  # transparent between the filters
+    for index, tile in enumerate(frame):
         row, column = divmod(index, columns)
-        tile = image[row * (height + 1) :, column * (width + 1) :][:height, :width]
-        tile[..., :3], tile[..., 3] = one.transpose(1, 2, 0), 1
+        image[row * tall :, column * wide :][: tall - 1, : wide - 1] = tile
     image = image[:-1, :-1]
     trace = {"type": "image", "colormodel": "rgba", "z": image.tolist(), "hoverinfo": "skip"}
     hidden = {"visible": False, "automargin": False}
