@@ -892,7 +892,12 @@ REAL = {
     "hf-vit": (functools.partial(transformers_model, "ViT", image_size=32, patch_size=8, **TOKENS), 14, 0),
     "hf-efficientnet": (
         functools.partial(
-            transformers_model, "EfficientNet", image_size=32, width_coefficient=0.25, depth_coefficient=0.25
+            transformers_model,
+            "EfficientNet",
+            image_size=32,
+            hidden_dim=320,
+            width_coefficient=0.25,
+            depth_coefficient=0.25,
         ),
         37,
         0,

@@ -46,7 +46,6 @@ for _name, _layer in {
     layers.register(_name)(_layer)
 
 __all__ = [
-    *_modules,
     "LayerFactory",
     "Operator",
     "Report",
@@ -67,3 +66,4 @@ __all__ = [
     "report",
     "revert",
 ]
+__all__ += _modules

@@ -236,11 +236,17 @@ class _Decoupled(torch.autograd.Function):
             x, directions, radius, mean, k, energy, batch_mean, y = ctx.saved_tensors
         else:
             x, directions, radius, mean, k, energy, batch_mean = ctx.saved_tensors
+            if torch.is_grad_enabled():  # a derivative of this one is wanted
+                return (
+                    *_differentiable_gradients((x, directions, radius, mean, k), operator, window, grads[0]),
+                    None,
+                    None,
+                )
             y, ctx.output = ctx.output, None  # let go of now, not with the graph
-            again = torch.is_grad_enabled()  # a derivative of this one is wanted
-            if again or y is None or y._version != ctx.version:  # or the output was changed or is gone
-                inputs = (x, directions, radius, mean, k)
-                return (*_composed_gradients(inputs, operator, window, grads[0], again), None, None)
+            if y is None or y._version != ctx.version:  # a second pass through the graph, or changed in place
+                own_mean = batch_mean if batch_mean.numel() else mean
+                with full_precision(x):
+                    y, _, _ = _Decoupled.forward(x, directions, radius, own_mean, k, operator, window)
         with full_precision(x):
             from_batch = batch_mean.numel() > 0
             scaled = None if radius is None else _scaled(radius, batch_mean if from_batch else mean)
@@ -260,17 +266,17 @@ class _Decoupled(torch.autograd.Function):
         return d_x, d_directions, d_radius, None, d_k, None, None
 
 
-def _composed_gradients(
-    inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, d_y: Tensor, create_graph: bool
-) -> list[Tensor | None]:
-    """Gradients of the inputs by way of torch's own operations, which compute the response once more."""
-    if not create_graph:
-        inputs = tuple(None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs)
+def _differentiable_gradients(
+    inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, d_y: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs by way of torch's own operations, which can be differentiated again."""
     wanted = [t for t in inputs if t is not None and t.requires_grad]
-    with torch.enable_grad(), full_precision(d_y):
-        y, _ = _composed(*inputs, operator, window)  # type: ignore[arg-type]
-    found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=create_graph, allow_unused=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+    with full_precision(d_y):
+        x, directions, radius, mean, k = inputs
+        assert x is not None and directions is not None
+        y, _ = _composed(x, directions, radius, mean, k, operator, window)
+    found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=True, allow_unused=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
 def _mean_gradient(d_mean: Tensor, energy: Tensor, eps: float) -> Tensor:
