@@ -456,7 +456,7 @@ def test_orthogonality_against_loops_and_its_floor(seed, n, d):
 
 @pytest.mark.parametrize("kind", [Orthonormal, Orthogonal])
 def test_orthogonality_of_a_module(kind):
-    """Decoupled layers alone where there are any, each group by itself, and a transposed one's kernels as it has them."""
+    """Decoupled layers alone where there are any, each group by itself, of a transposed one the kernels it has."""
     ordinary = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.Linear(5, 3))
     groups = [*ordinary[0].weight.flatten(1).chunk(2), ordinary[2].weight]
     expected = sum(plain_orthogonality(rows.tolist(), kind is Orthogonal, False) for rows in groups)
@@ -475,8 +475,8 @@ def test_orthogonality_of_a_module(kind):
 @pytest.mark.parametrize("kind", [Orthonormal, Orthogonal])
 def test_orthogonality_of_degenerate_kernels(kind):
     for options in ({}, {"squared": False}, {"normalised": True}):
-        for rows in (torch.zeros(3, 4), torch.zeros(0, 4), torch.eye(3), torch.ones(1, 3)):
-            rows = rows.clone().requires_grad_()
+        for values in (torch.zeros(3, 4), torch.zeros(0, 4), torch.eye(3), torch.ones(1, 3)):
+            rows = values.clone().requires_grad_()
             value = kind(**options)(rows)
             assert value.isfinite() and torch.autograd.grad(value, rows)[0].isfinite().all()
 

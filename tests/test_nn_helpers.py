@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 
 import pytest
 import torch
@@ -52,8 +51,8 @@ def test_rescaling_by_published_numbers():
     out = layer(chirp((1, 2, 4, 4), 0.7, 1.0))
     norm = SphereNorm(3).double()
     with torch.no_grad():
-        norm.beta.copy_(torch.tensor([0.5, 1, 2]))
-        norm.gamma.copy_(torch.tensor([0.1, 0, -0.3]))
+        norm.beta.copy_(torch.tensor([0.5, 1, 2], dtype=torch.float64))
+        norm.gamma.copy_(torch.tensor([0.1, 0, -0.3], dtype=torch.float64))
     close(norm(out)[0, :, 1, 2], [-0.00805326980926, -0.214352234438, -0.103481927261], atol=1e-9)
 
 
@@ -177,13 +176,13 @@ def test_projection_of_a_model():
     )
     before = copy.deepcopy(model.state_dict())
     weight = model[1].weight
-    weight.grad = torch.ones_like(weight)
+    weight.grad, version = torch.ones_like(weight), weight._version
     project_weights(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"1.weight", "3.weight"}
     assert weight.grad.eq(1).all()
     assert weight.requires_grad
-    assert weight._version == 1  # written once, in place
+    assert weight._version == version + 1  # written once, in place
 
 
 @pytest.mark.parametrize("weighting", ["linear", "joint", "separate"])
@@ -197,7 +196,7 @@ def test_projection_refuses_where_norms_count(weighting):
     project_weights(model, skip_weighted=True)
     close(model[0].kernel_norms(), [1.0] * 4, atol=1e-6)
     assert torch.equal(model[1].weight, before["1.weight"])
-    with pytest.raises(ArgumentError, match="'s'|s must"):
+    with pytest.raises(ArgumentError, match="s must"):
         project_weights(model[0], s=0.0)
     with pytest.raises(ArgumentError, match="eps"):
         project_weights(model[0], eps=-1.0)
@@ -361,7 +360,7 @@ def test_recalibration_of_unusual_models():
         model.unused[0].patch_norm_seen.fill_(True)
         model.unused[1].running_mean.fill_(3.0)
     x = torch.randn(9, 4, dtype=torch.float64)
-    recalibrate(model, [{"x": x}])
+    recalibrate(model.requires_grad_(False), [{"x": x}])
     first = (x.square().sum(1) + 1e-4).sqrt().mean()
     inner = copy.deepcopy(model.twice).train()(x)
     second = (inner.square().sum(1) + 1e-4).sqrt().mean()
@@ -425,16 +424,3 @@ def test_initialisation_needs_the_same_structure():
         init_from(network(conv=hs.nn.SphereConv2d), PlainCNN(IMAGES, widths=(4, 8), convs_per_unit=1, dim=5))
     with pytest.raises(ArgumentError, match="s must"):
         init_from(network(conv=hs.nn.SphereConv2d), network(), s=-1.0)
-
-
-def test_rotation_of_a_step_goes_with_the_inverse_norm():
-    """An angle of atan(lr |g| / |w|): projection makes it the same for all kernels with the same gradient."""
-    layer = DecoupledLinear(2, 1, eps=0.0).double()
-    for norm, expected in ((0.01, 1.4711276743), (1.0, 0.0996686524912), (100.0, 0.000999999666667)):
-        with torch.no_grad():
-            layer.weight.copy_(torch.tensor([[norm, 0.0]]))
-            layer.weight += 0.1 * torch.tensor([[0.0, 1.0]])
-        close(torch.atan2(layer.weight[0, 1], layer.weight[0, 0]), expected)
-        project_weights(layer)
-        close(torch.atan2(layer.weight[0, 1], layer.weight[0, 0]), expected)
-        assert math.isclose(float(layer.kernel_norms()), 1.0)

@@ -92,8 +92,8 @@ TOP = "name, help, seed, data, model, convert, project, loss, regularisers, opti
             "convert:\n  name: tanh\n  radios: 3\n",
             3,
             "convert.radios is not a known key. Did you mean 'radius'? Allowed: angular, weighting, eps, alpha, k, "
-            "learn_k, k_param, weighted_gradients, radius, learn_radius, mean_norm, mean_decay, mean_init, detach_mean, "
-            "types, include, exclude, skip",
+            "learn_k, k_param, weighted_gradients, radius, learn_radius, mean_norm, mean_decay, mean_init, "
+            "detach_mean, types, include, exclude, skip",
             id="unknown option of an operator",
         ),
         pytest.param(

@@ -594,7 +594,7 @@ def test_what_layers_learned_is_kept_for_the_report(tmp_path):
     order = [name.split("/")[2] for name in sorted(names) if name.startswith("k/")]
     assert order == ["features.0", "features.3", "features.7", "features.10", "embed"]
     page = report.build([tmp_path / "run"])
-    assert "Radius ρ: digits-a-softmax" in page and "Filters: digits-a-softmax" in page
+    assert "Radius: digits-a-softmax" in page and "Filters: digits-a-softmax" in page
 
 
 def test_fixed_radii_are_not_shown(tmp_path):
@@ -611,7 +611,7 @@ def test_a_conversion_that_finds_no_layer_is_blamed_on_the_recipe(tmp_path):
 
 
 def test_accuracy_with_statistics_estimated_anew(tmp_path):
-    """The running statistics hardly move here: evaluated with them the network is at chance, with exact ones it is not."""
+    """The running statistics hardly move here: with them the network is near chance, with exact ones it is not."""
     slow = "convert={name: tanh, exclude: [embed], mean_decay: 0.9999, mean_init: zero}"
     options = [slow, "regularisers=[]", "train.ema=null", "train.steps=24", "loss=softmax", "evaluate.recalibrate=5"]
     run = trainer(tmp_path / "run", plan(*options))

@@ -168,8 +168,8 @@ class Preprocess(nn.Module):
 
     Args:
         shape: ``(C, H, W)`` of one image.
-        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5 over
-            128, or ``"none"``.
+        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5
+            over 128, or ``"none"``.
         augment: Random changes of training images.
     """
 
