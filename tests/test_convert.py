@@ -247,7 +247,6 @@ ALL = ("stem", "shortcut", "body.0", "body.2", "up", "hidden", "fc")
         ({"exclude": ["stem", "up"], "skip": ()}, ("shortcut", "body.0", "body.2", "hidden", "fc")),
         ({"include": "*", "exclude": lambda name, module: isinstance(module, nn.Linear)}, ALL[:1] + ALL[2:5]),
     ],
-    ids=str,
 )
 def test_choice_of_layers(options, expected):
     model, x = build("images")
@@ -435,6 +434,7 @@ def test_encoders_of_torch_do_not_pass_converted_layers_by(norm_first):
     again = copy.deepcopy(model)
     with torch.no_grad():
         torch.testing.assert_close(again(x), model(x))
+    convert(model, "tanh")
     revert(model)
     assert model.layers[0].activation_relu_or_gelu == 1
     assert model.use_nested_tensor is (not norm_first)
@@ -669,6 +669,25 @@ def test_parametrised_layers(kind):
     same_state(other.state_dict(), state)
 
 
+class Hyper(nn.Module):
+    """A parametrisation with a linear layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, weight):
+        return self.inner(weight)
+
+
+def test_layers_inside_of_parametrisations_are_no_layers_of_the_model():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    parametrize.register_parametrization(model[0], "weight", Hyper())
+    convert(model, skip=())
+    assert decoupled(model) == ["0", "1"]
+    assert [row.shape for row in report(model).rows] == [(4, 3), (2, 4)]
+
+
 def test_one_step_of_the_power_iteration_a_call():
     torch.manual_seed(1)
     layers = []
@@ -790,8 +809,11 @@ def test_a_folded_model_says_what_it_cannot_do():
 def test_folding_before_the_first_batch():
     model, x = Images().double().eval(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
     convert(model, "ball", skip=())
+    model.stem.patch_norm_mean.fill_(5.0)  # not seen yet, so it does not count
     before = model(x)
-    torch.testing.assert_close(fold(model)(x), before, atol=1e-12, rtol=1e-9)
+    model.train()
+    assert not fold(model).training
+    torch.testing.assert_close(model(x), before, atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

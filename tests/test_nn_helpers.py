@@ -240,6 +240,15 @@ def test_projection_of_the_steepness():
         close(layer.k_raw, [first, 0.05, 0.6], atol=1e-7)
 
 
+def test_projection_asks_the_device_nothing():
+    """A tensor without values cannot be asked."""
+    model = nn.Sequential(*(make() for make, _ in LAYERS.values()), parametrizations.weight_norm(nn.Linear(2, 2)))
+    options = {"angular": "sigmoid", "learn_k": "network", "k_param": "project"}
+    hs.nn.convert(model.to("meta"), skip=(), **options)
+    WeightProjection(model, every=1)()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def test_projection_every_so_often():
     model = nn.Sequential(hs.nn.SphereLinear(3, 4), nn.Linear(4, 2)).double()
     projection = WeightProjection(model, every=3, s=2.0)
@@ -370,6 +379,7 @@ def test_recalibration_of_unusual_models():
     assert model.unused[0].patch_norm_mean == 7
     assert model.unused[1].running_mean.eq(3).all()
     assert model.drop.training
+    assert (model.twice.operator.mean_init, model.twice.operator.mean_decay) == ("zero", 1.0)
     plain = nn.Linear(3, 2)
     assert recalibrate(plain, [torch.randn(2, 3)]) is plain
 

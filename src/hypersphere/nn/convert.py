@@ -54,9 +54,10 @@ def convert(
 
     A layer is converted where ``types``, ``include``, ``exclude`` and ``skip`` agree. By default that is all but the
     classifier and the 1x1 convolutions on shortcuts, as in the second version of SphereResNet; ``skip="last"`` is the
-    first version. A model without a classifier (a backbone) wants ``skip="shortcut"``. Left alone in any case are
-    layers that do not compute what torch's layer does (subclasses with a forward pass of their own), whose weight
-    another module reads (``nn.MultiheadAttention``), and lazy and quantised ones.
+    first version. A model without a classifier (a backbone) wants ``skip="shortcut"``, and a convolution that
+    classifies is to be named in ``exclude``. Left alone in any case are layers that do not compute what torch's layer
+    does (subclasses with a forward pass of their own), whose weight another module reads
+    (``nn.MultiheadAttention``), and lazy and quantised ones.
 
     Args:
         model: Any module, or a layer.
