@@ -221,7 +221,7 @@ def capture(step: Step) -> Step:
     with torch.cuda.graph(graph):
         result = step()
 
-    def replay() -> Tensor:
+    def replay(kept: Step = step) -> Tensor:  # with the step live the tensors that the graph reads
         graph.replay()
         return result
 
@@ -490,6 +490,14 @@ def to_rows(title: str, entries: Sequence[Entry], command: str, hardware: str, n
     ]
 
 
+def command_line(arguments: Sequence[str]) -> str:
+    """The command of a run; where its rows go is no part of how they came about."""
+    given = list(arguments)
+    for name in {"--output", "--rows"} & set(given):
+        del given[given.index(name) : given.index(name) + 2]
+    return " ".join(["python benchmarks/layers.py", *given])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Time, print, and write rows where asked; 1 where a provider failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -522,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal failed, rows
         title += "" if gpu else " (CPU)"
         show(title, entries)
-        command = " ".join(["python benchmarks/layers.py", *(sys.argv[1:] if arguments is None else arguments)])
+        command = command_line(sys.argv[1:] if arguments is None else arguments)
         rows += to_rows(title, entries, command, hardware, f"median of {repeats} interleaved repetitions; {note}")
         failed |= any(entry.failure for entry in entries)
         if options.output:

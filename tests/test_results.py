@@ -12,6 +12,7 @@ import scipy.stats
 import torch
 
 from hypersphere import recipe, results
+from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import METRICS
 from hypersphere.results import ResultRow, RowError, mean_and_interval, read_rows, write_pages, write_rows
 from hypersphere.train import RunFolder
@@ -225,6 +226,22 @@ def test_rows_average_the_seeds_of_each_recipe(make_run):
     assert accuracy.recipe_hash == angle.recipe_hash != single.recipe_hash
     assert {(row.kind, row.group, row.version, row.date) for row in rows} == {("result", "Digits", "9.9", "2025-03-04")}
     assert all(f"torch {torch.__version__}" in row.hardware for row in rows)
+
+
+def test_one_metric_of_many_runs_as_a_matrix(make_run):
+    runs = [
+        make_run("a", {"accuracy": 0.5, "mean_angle": 10.0}, "name=plain"),
+        make_run("b", {"accuracy": 0.6, "mean_angle": 20.0}, "name=tanh-cosine", "optimiser.lr=0.5"),
+        make_run("c", {"accuracy": 0.7, "mean_angle": 30.0}, "name=tanh-sqcos", "optimiser.lr=0.6"),
+    ]
+    rows = results.rows_from_runs(runs, "Operators", matrix="accuracy")
+    assert [(row.what, row.metric, row.mean) for row in rows] == [
+        ("plain", METRICS["accuracy"].title, pytest.approx(50)),
+        ("tanh", "cosine", pytest.approx(60)),
+        ("tanh", "sqcos", pytest.approx(70)),
+    ]
+    with pytest.raises(ArgumentError, match=r"^matrix must be one of "):
+        results.rows_from_runs(runs, "Operators", matrix="acuracy")
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "diverged"])

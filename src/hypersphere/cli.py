@@ -221,9 +221,12 @@ def record(
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, usually docs/rows/NAME.json")],
     group: Annotated[str, typer.Option(help="heading of the rows on the results page")],
     note: Annotated[str | None, typer.Option(help="what a reader should know about these numbers")] = None,
+    matrix: Annotated[
+        str | None, typer.Option(metavar="METRIC", help="one metric of runs called ROW-COLUMN, as a matrix")
+    ] = None,
 ) -> None:
     """Write the results of finished runs, averaged over seeds, as rows for the docs."""
-    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note)
+    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix)
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
 

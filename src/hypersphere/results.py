@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hypersphere.errors import HypersphereError
+from hypersphere.errors import HypersphereError, check_choice
 from hypersphere.evaluate import METRICS
 from hypersphere.recipe import Recipe
 from hypersphere.train import RunFolder
@@ -109,8 +109,22 @@ def write_rows(file: Path, rows: Sequence[ResultRow]) -> None:
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def rows_from_runs(runs: Sequence[RunFolder], group: str, note: str | None = None) -> list[ResultRow]:
-    """The final metrics of finished runs, averaged over the seeds of each recipe, with a note for the page."""
+def rows_from_runs(
+    runs: Sequence[RunFolder], group: str, note: str | None = None, matrix: str | None = None
+) -> list[ResultRow]:
+    """The final metrics of finished runs, averaged over the seeds of each recipe.
+
+    Args:
+        runs: The runs.
+        group: Heading of the rows.
+        note: What a reader should know.
+        matrix: A metric to make a matrix of: a run called ``tanh-cosine`` is in the row ``tanh``, column ``cosine``.
+
+    Returns:
+        A row for each recipe and metric.
+    """
+    if matrix is not None:
+        check_choice("matrix", matrix, tuple(METRICS))
     by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
     for run in runs:
         if run.facts()["status"] != "finished":
@@ -122,15 +136,15 @@ def rows_from_runs(runs: Sequence[RunFolder], group: str, note: str | None = Non
         recipe, first = members[0]
         facts = first.facts()
         values = [run.evaluation()["metrics"] for _, run in members]
-        for key in [key for key in METRICS if all(key in metrics for metrics in values)]:
+        for key in [key for key in METRICS if all(key in metrics for metrics in values) and matrix in (None, key)]:
             percent = METRICS[key].form.endswith("%}")
             mean, interval = mean_and_interval([metrics[key] * (100 if percent else 1) for metrics in values])
             rows.append(
                 ResultRow(
                     kind="result",
                     group=group,
-                    what=recipe.name,
-                    metric=METRICS[key].title,
+                    what=recipe.name if matrix is None else recipe.name.partition("-")[0],
+                    metric=(matrix and recipe.name.partition("-")[2]) or METRICS[key].title,
                     unit="%" if percent else "°" if METRICS[key].form.endswith("°") else "",
                     mean=mean,
                     interval=interval,

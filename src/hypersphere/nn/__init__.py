@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from torch import nn
 
+from hypersphere.nn import modules
 from hypersphere.nn.convert import Report, Row, convert, fold, report, revert
 from hypersphere.nn.functional import Window, decoupled
 from hypersphere.nn.modules import *  # noqa: F403
-from hypersphere.nn.modules import __all__ as _modules
 from hypersphere.nn.norm import SphereNorm
 from hypersphere.nn.operators import Operator, operator, operators
 from hypersphere.nn.optimise import WeightProjection, init_from, project_weights, recalibrate
@@ -66,4 +66,4 @@ __all__ = [
     "report",
     "revert",
 ]
-__all__ += _modules
+__all__ += modules.__all__

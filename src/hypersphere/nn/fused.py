@@ -264,26 +264,28 @@ if triton is not None:
         return v + v * s * p
 
     @triton.jit
-    def _magnitude(t, radius, alpha, beta, KIND: tl.constexpr):
-        """Magnitude and its derivatives by the norm and the radius."""
+    def _magnitude(t, radius, inverse, alpha, beta, KIND: tl.constexpr):
+        """Magnitude and its derivatives by the norm and the radius; ``inverse`` is that of the radius."""
+        by_radius = tl.zeros_like(t)
         if KIND == 0:
-            h, by_t, by_radius = t * 0 + alpha, t * 0, t * 0
+            h, by_t = tl.full(t.shape, 1.0, tl.float32) * alpha, tl.zeros_like(t)
         elif KIND == 1:
-            h, by_t, by_radius = alpha * t, t * 0 + alpha, t * 0
+            h, by_t = alpha * t, tl.full(t.shape, 1.0, tl.float32) * alpha
         elif KIND == 2:
-            h, by_t, by_radius = alpha * libdevice.log1p(t), alpha / (1 + t), t * 0
+            h, by_t = alpha * libdevice.log1p(t), alpha / (1 + t)
         elif KIND == 3:
-            h, by_t, by_radius = alpha * t + beta * libdevice.log1p(t), alpha + beta / (1 + t), t * 0
+            h, by_t = alpha * t + beta * libdevice.log1p(t), alpha + beta / (1 + t)
         elif KIND == 4:
-            ratio, unit = t / radius, alpha / radius
+            ratio, unit = t * inverse, alpha * inverse
             h = alpha * tl.minimum(ratio, 1.0)
             by_t = tl.where(ratio < 1, unit, 0.0)
-            by_radius = tl.where(ratio < 1, -unit * ratio, 0.0)
+            by_radius = -ratio * by_t
         elif KIND == 5:
-            ratio, unit = t / radius, alpha / radius
+            ratio, unit = t * inverse, alpha * inverse
             decayed = tl.exp(-2 * ratio)
-            h = alpha * (1 - decayed) / (1 + decayed)
-            by_t = unit * 4 * decayed / ((1 + decayed) * (1 + decayed))
+            share = 1 / (1 + decayed)
+            h = alpha * (1 - decayed) * share
+            by_t = unit * 4 * decayed * share * share
             by_radius = -ratio * by_t
         else:
             within = t <= radius
@@ -310,29 +312,29 @@ if triton is not None:
     @triton.jit
     def _angle_slopes(g, k, KIND: tl.constexpr):
         """Cosine at which the angular function is ``g``, and its derivatives there by the cosine and by k."""
+        by_k = tl.zeros_like(g)
         if KIND == 0:
-            return g, g * 0 + 1, g * 0
+            return g, tl.full(g.shape, 1.0, tl.float32), by_k
         if KIND == 1:
             size = tl.sqrt(tl.abs(g))
-            return tl.where(g < 0, -size, size), 2 * size, g * 0
+            return tl.where(g < 0, -size, size), 2 * size, by_k
         if KIND == 2:
-            return g, tl.where(g > 0, 1.0, 0.0), g * 0
+            return g, tl.where(g > 0, 1.0, 0.0), by_k
         g = tl.minimum(tl.maximum(g, -1.0), 1.0)
         if KIND == 3:
             c = _sin(g * 1.5707963267948966)
-            slope, by_k = g * 0 + 0.6366197723675814, g * 0
+            slope = tl.full(g.shape, 0.6366197723675814, tl.float32)
         else:
             edge = 0.7853981633974483 / k
             largest = _tanh(edge)
             u = g * largest
             u = tl.minimum(tl.maximum(u, -0.9999998807907104), 0.9999998807907104)
             own = 0.5 * tl.log((1 + u) / (1 - u))
-            slope = (1 - u * u) / (2 * k * largest)
+            slope = (1 - u * u) * (1 / (2 * k * largest))
             by_k = ((1 - largest * largest) * edge * u / largest - (1 - u * u) * own) / (k * largest)
             towards = tl.minimum(tl.maximum(2 * k * own, -1.5707963267948966), 1.5707963267948966)
             c = _sin(towards)
-        sine = tl.sqrt(tl.maximum((1 - c) * (1 + c), 1.1920928955078125e-07))
-        return c, slope / sine, by_k
+        return c, slope * tl.rsqrt(tl.maximum((1 - c) * (1 + c), 1.1920928955078125e-07)), by_k
 
     @triton.jit
     def _respond_kernel(
@@ -369,7 +371,7 @@ if triton is not None:
         steepness = own_k
         if K_STEP >= 0:
             steepness = tl.load(k + columns * K_STEP, mask=columns < channels, other=1.0)[None, :]
-        h, _, _ = _magnitude(t, r, alpha, beta, MAGNITUDE)
+        h, _, _ = _magnitude(t, r, 1 / r, alpha, beta, MAGNITUDE)
         y = h * _angle_value(products * inverse, steepness, ANGULAR)
         tl.store(z + at, y.to(z.dtype.element_ty), mask=inside)
 
@@ -407,6 +409,7 @@ if triton is not None:
         steepness = own_k
         if K_STEP >= 0:
             steepness = tl.load(k + columns * K_STEP, mask=columns < channels, other=1.0)[None, :]
+        inverse_r = 1 / r
         # Added up element by element; across rows once, at the end.
         sum_radius = tl.zeros([ROWS, WIDTH], tl.float32)
         sum_k = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -420,12 +423,13 @@ if triton is not None:
             zero = (e <= 1.1754943508222875e-38)[:, None]
             t = tl.sqrt(tl.where(zero, 1.0, e[:, None] + eps))
             upstream = tl.where(zero, 0.0, upstream)
-            h, by_t, by_radius = _magnitude(t, r, alpha, beta, MAGNITUDE)
-            g = value / h
+            inverse_t = 1 / t
+            h, by_t, by_radius = _magnitude(t, r, inverse_r, alpha, beta, MAGNITUDE)
+            g = value * (1 / h)
             c, slope, by_k = _angle_slopes(g, steepness, ANGULAR)
-            d = upstream * h * slope / t
+            d = upstream * (h * inverse_t) * slope
             tl.store(d_z + at, d.to(d_z.dtype.element_ty), mask=inside)
-            d_e = tl.sum(upstream * by_t * g - d * c, axis=1)[:, None] / (2 * t)
+            d_e = tl.sum(upstream * by_t * g - d * c, axis=1)[:, None] * (0.5 * inverse_t)
             tl.store(d_energies + rows, tl.sum(d_e, axis=1), mask=rows < count)
             if MAGNITUDE >= 4:
                 sum_radius += upstream * by_radius * g
