@@ -870,6 +870,17 @@ def test_in_place_operations_on_the_output(name, g, weighting, bias):
     agree(found, expected)
 
 
+@by_spread
+def test_samples_do_not_depend_on_how_many_are_worked_on_together(name, g, weighting, monkeypatch):
+    layer, x = build("conv2d", 2, 3, 2, name=name, g=g, weighting=weighting), draw(5, 2, 3, 3).requires_grad_()
+    expected = [layer(x), *torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])]
+    for elements in (1, 24):  # one sample at a time; two
+        monkeypatch.setattr("hypersphere.nn.functional.CACHED", elements)
+        found = [layer(x), *torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])]
+        for a, b in zip(found, expected, strict=True):
+            agree(a, b)
+
+
 def test_a_second_backward_pass_through_one_graph():
     layer, x = build("conv2d", 2, 3, 2, name="tanh", g="sigmoid"), draw(2, 2, 3, 3).requires_grad_()
     loss = layer(x).square().sum()

@@ -18,6 +18,9 @@ from hypersphere.geometry import at_least_float32, full_precision, patch_energy,
 from hypersphere.nn import fused
 from hypersphere.nn.operators import Operator, is_zero, measures_radius
 
+CACHED = 2**16
+"""Elements of a map that are worked on together on a CPU."""
+
 
 class Window(NamedTuple):
     """Where the patches of a convolution lie; a transposed one sees its input spread out by the stride."""
@@ -204,13 +207,15 @@ class _Decoupled(torch.autograd.Function):
             y = fused.respond(products, energy, scaled, k, operator)
         else:
             groups, shape = energy.shape[1], _per_kernel(energy)
-            y = operator.response(
-                at_least_float32(products).unflatten(1, (groups, -1)),
-                energy.unsqueeze(2),
-                1.0 if scaled is None else scaled.view(shape),
-                None if k is None else k.expand(products.shape[1]).view(shape),
-            )
-            y = torch.ops.aten._unsafe_view(y, products.shape).to(x.dtype)  # no view: it may be changed in place
+            scaled_view = 1.0 if scaled is None else scaled.view(shape)
+            k_view = None if k is None else k.expand(products.shape[1]).view(shape)
+            grouped = products.unflatten(1, (groups, -1))
+            parts = [
+                operator.response(at_least_float32(grouped[s]), energy[s].unsqueeze(2), scaled_view, k_view).to(x.dtype)
+                for s in _slices(products)
+            ]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts)
+            y = torch.ops.aten._unsafe_view(y, products.shape)  # no view: it may be changed in place
         return y, energy, energy.new_empty(0) if batch_mean is None else batch_mean
 
     @staticmethod
@@ -287,10 +292,35 @@ def _mean_gradient(d_mean: Tensor, energy: Tensor, eps: float) -> Tensor:
     return (d_mean / (2 * count)).view(-1, *(1,) * (energy.dim() - 2)) * inverse
 
 
+def _slices(maps: Tensor) -> list[slice]:
+    """Samples that are worked on together: on a CPU as many as its cache holds with all that is computed of them."""
+    count = len(maps)
+    if maps.device.type != "cpu" or torch.compiler.is_compiling() or maps.numel() <= CACHED:
+        return [slice(count)]
+    step = max(CACHED * count // maps.numel(), 1)
+    return [slice(first, first + step) for first in range(0, count, step)]
+
+
 def _respond_backward(
     d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
+    parts = [_respond_backward_part(d_y[s], y[s], energy[s], radius, k, operator) for s in _slices(y)]
+    if len(parts) == 1:
+        return parts[0]
+    d_products, d_energy, d_radius, d_k = zip(*parts, strict=True)
+    return (
+        torch.cat(d_products),
+        torch.cat(d_energy),
+        None if radius is None else torch.stack(d_radius).sum(0),
+        None if k is None else torch.stack(d_k).sum(0),
+    )
+
+
+def _respond_backward_part(
+    d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same for some samples."""
     g: Any = operator.g
     groups, shape = energy.shape[1], _per_kernel(energy)
     own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
