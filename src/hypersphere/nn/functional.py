@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hypersphere.angular import Angular, Cosine
@@ -63,6 +64,7 @@ def decoupled(
     mean: Tensor | None = None,
     k: Tensor | None = None,
     kernel_norms: Tensor | None = None,
+    sync: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The operator for every patch of ``x`` and every kernel.
 
@@ -78,6 +80,7 @@ def decoupled(
             over this batch where the operator asks for one.
         k: Steepness of the sigmoid, ``(O,)`` or ``(1,)``; by default the operator's own.
         kernel_norms: Norms of the kernels, ``(O,)``, for a ``weighting`` other than ``"none"``.
+        sync: Take the mean over the batches of all processes of ``torch.distributed``.
 
     Returns:
         The responses, ``(N, O, *output spatial)`` in the type of ``x``, and the mean patch norm of each group over the
@@ -91,9 +94,9 @@ def decoupled(
     """
     with full_precision(x):
         if _by_hand(operator):
-            y, _, batch_mean = _Decoupled.apply(x, directions, radius, mean, k, operator, window)
+            y, _, batch_mean = _Decoupled.apply(x, directions, radius, mean, k, operator, window, sync)
             return y, batch_mean if batch_mean.numel() else None
-        return _composed(x, directions, radius, mean, k, operator, window, kernel_norms)
+        return _composed(x, directions, radius, mean, k, operator, window, sync, kernel_norms)
 
 
 def _composed(
@@ -104,11 +107,12 @@ def _composed(
     k: Tensor | None,
     operator: Operator,
     window: Window | None,
+    sync: bool,
     kernel_norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The response as torch's own operations, which autograd, export and function transforms see through."""
     energy = _energy(x, window)
-    batch_mean = _batch_mean(energy, operator) if mean is None and radius is not None else None
+    batch_mean = _batch_mean(energy, operator, sync) if mean is None and radius is not None else None
     if batch_mean is not None:
         mean = batch_mean.detach() if measures_radius(operator) and operator.detach_mean else batch_mean
     products = at_least_float32(_product(x, directions, window))
@@ -161,14 +165,23 @@ def _energy(x: Tensor, window: Window | None) -> Tensor:
     )
 
 
-def _batch_mean(energy: Tensor, operator: Operator) -> Tensor | None:
+def _over_processes(mean: Tensor, sync: bool) -> Tensor:
+    """The mean of what all processes have, which is also how its gradient travels back."""
+    if not (sync and dist.is_available() and dist.is_initialized()):
+        return mean
+    from torch.distributed.nn.functional import all_reduce  # noqa: PLC0415 (only where torch is built with it)
+
+    return all_reduce(mean) / dist.get_world_size()
+
+
+def _batch_mean(energy: Tensor, operator: Operator, sync: bool) -> Tensor | None:
     """Mean norm of the patches of each group over a batch, ``(groups,)``; 1 for an empty batch."""
     if not measures_radius(operator):
         return None
     if not energy.numel():
-        return energy.new_ones(energy.shape[1])
+        return _over_processes(energy.new_ones(energy.shape[1]), sync)
     norms = (energy + operator.eps).sqrt() if operator.eps else safe_sqrt(energy)
-    return norms.mean((0, *range(2, energy.dim())))
+    return _over_processes(norms.mean((0, *range(2, energy.dim()))), sync)
 
 
 def _per_kernel(energy: Tensor) -> tuple[int, ...]:
@@ -197,10 +210,11 @@ class _Decoupled(torch.autograd.Function):
         k: Tensor | None,
         operator: Operator,
         window: Window | None,
+        sync: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernels = fused.usable(x, directions.shape[0], operator, window)
         energy = fused.energy(x, window) if kernels else _energy(x, window)
-        batch_mean = _batch_mean(energy, operator) if mean is None and radius is not None else None
+        batch_mean = _batch_mean(energy, operator, sync) if mean is None and radius is not None else None
         scaled = None if radius is None else _scaled(radius, mean if batch_mean is None else batch_mean)
         products = _product(x, directions, window)
         if kernels:
@@ -220,9 +234,9 @@ class _Decoupled(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, directions, radius, mean, k, operator, window = inputs
+        x, directions, radius, mean, k, operator, window, sync = inputs
         y, energy, batch_mean = output
-        ctx.operator, ctx.window = operator, window
+        ctx.operator, ctx.window, ctx.sync = operator, window, sync
         ctx.mark_non_differentiable(energy, batch_mean)
         ctx.set_materialize_grads(False)
         if torch.compiler.is_compiling():
@@ -236,14 +250,14 @@ class _Decoupled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         operator, window = ctx.operator, ctx.window
         if grads[0] is None:
-            return (None,) * 7
+            return (None,) * 8
         if torch.compiler.is_compiling():
             x, directions, radius, mean, k, energy, batch_mean, y = ctx.saved_tensors
         else:
             x, directions, radius, mean, k, energy, batch_mean = ctx.saved_tensors
             if torch.is_grad_enabled():  # a derivative of this one is wanted
                 return (
-                    *_differentiable_gradients((x, directions, radius, mean, k), operator, window, grads[0]),
+                    *_differentiable_gradients((x, directions, radius, mean, k), operator, window, ctx.sync, grads[0]),
                     None,
                     None,
                 )
@@ -251,7 +265,7 @@ class _Decoupled(torch.autograd.Function):
             if y is None or y._version != ctx.version:  # a second pass through the graph, or changed in place
                 own_mean = batch_mean if batch_mean.numel() else mean
                 with full_precision(x):
-                    y, _, _ = _Decoupled.forward(x, directions, radius, own_mean, k, operator, window)
+                    y, _, _ = _Decoupled.forward(x, directions, radius, own_mean, k, operator, window, False)
         with full_precision(x):
             from_batch = batch_mean.numel() > 0
             scaled = None if radius is None else _scaled(radius, batch_mean if from_batch else mean)
@@ -262,24 +276,24 @@ class _Decoupled(torch.autograd.Function):
             if radius is not None and scaled is not None and d_scaled is not None:
                 d_radius = d_scaled * scaled / radius
                 if from_batch and not operator.detach_mean:
-                    d_mean = (d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1)
+                    d_mean = _over_processes((d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1), ctx.sync)
                     d_energy = d_energy + _mean_gradient(d_mean, energy, operator.eps)
             d_x, d_directions = _product_backward(d_products, x, directions, window, ctx.needs_input_grad[:2])
             if d_x is not None:
                 add = fused.add_energy_gradient if kernels else _add_energy_gradient
                 d_x = add(d_x, x, d_energy, window)
-        return d_x, d_directions, d_radius, None, d_k, None, None
+        return d_x, d_directions, d_radius, None, d_k, None, None, None
 
 
 def _differentiable_gradients(
-    inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, d_y: Tensor
+    inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, sync: bool, d_y: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs by way of torch's own operations, which can be differentiated again."""
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     with full_precision(d_y):
         x, directions, radius, mean, k = inputs
         assert x is not None and directions is not None
-        y, _ = _composed(x, directions, radius, mean, k, operator, window)
+        y, _ = _composed(x, directions, radius, mean, k, operator, window, sync)
     found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=True, allow_unused=True))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 

@@ -39,6 +39,8 @@ class Decoupled(nn.Module):
         patch_norm_mean: Moving average of the mean patch norm of each group, ``(groups,)``, for operators whose radius
             is measured by it.
         patch_norm_seen: Whether that average has begun.
+        sync_mean: Whether the mean patch norm in training is that of the batches of all processes of
+            ``torch.distributed``; by default each takes its own.
         folded: Whether the weight holds the directions of the kernels (:func:`hypersphere.nn.fold`).
     """
 
@@ -50,6 +52,7 @@ class Decoupled(nn.Module):
     k_raw: nn.Parameter | None
     patch_norm_mean: Tensor
     patch_norm_seen: Tensor
+    sync_mean: bool = False
     folded: bool
     folded_norms: Tensor
     folded_radius: Tensor | None
@@ -243,7 +246,15 @@ class Decoupled(nn.Module):
         if measures_radius(op) and not self.training:
             mean = torch.where(self.patch_norm_seen, self.patch_norm_mean, 1.0)
         y, batch_mean = decoupled(
-            x.to(dtype), directions, op, window, radius=self.radius, mean=mean, k=self.k, kernel_norms=norms
+            x.to(dtype),
+            directions,
+            op,
+            window,
+            radius=self.radius,
+            mean=mean,
+            k=self.k,
+            kernel_norms=norms,
+            sync=self.sync_mean,
         )
         if measures_radius(op) and self.training and batch_mean is not None and x.numel():
             self._observe(batch_mean.detach(), op)

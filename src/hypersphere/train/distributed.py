@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hypersphere.errors import ArgumentError
+from hypersphere.nn import Decoupled
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,14 @@ def _synchronised_forward(layer: _BatchNorm, x: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
-def synchronise_batch_norm(module: nn.Module) -> None:
-    """Make every batch-norm layer use the statistics of the whole batch, not of this process' share.
+def synchronise_statistics(module: nn.Module) -> None:
+    """Make batch norm and decoupled layers use the statistics of the whole batch, not of this process' share.
 
     Torch's own ``SyncBatchNorm`` runs on accelerators only; this one also runs on CPUs, so that one and several
     processes train the same network everywhere.
     """
     for layer in module.modules():
+        if isinstance(layer, Decoupled):
+            layer.sync_mean = True
         if isinstance(layer, _BatchNorm):
             layer.forward = functools.partial(_synchronised_forward, layer)  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from hypersphere.nn import Decoupled, convert, operators, project_weights, recal
 from hypersphere.recipe import Recipe, RecipeError
 from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
 from hypersphere.train.callbacks import Callback, TensorBoard
-from hypersphere.train.distributed import World, synchronise_batch_norm
+from hypersphere.train.distributed import World, synchronise_statistics
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
 from hypersphere.train.randomness import derive_seed
 from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
@@ -170,7 +170,7 @@ class Trainer:
         objective = Objective(self.model, self.head, regularisers).to(self.device)
         forward: Any = objective
         if self.world.size > 1:
-            synchronise_batch_norm(objective)
+            synchronise_statistics(objective)
             with warnings.catch_warnings():
                 # Newer torch has another name for the option, which older torch does not know.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated")
