@@ -260,6 +260,7 @@ class _Decoupled(torch.autograd.Function):
                     *_differentiable_gradients((x, directions, radius, mean, k), operator, window, ctx.sync, grads[0]),
                     None,
                     None,
+                    None,
                 )
             y, ctx.output = ctx.output, None  # let go of now, not with the graph
             if y is None or y._version != ctx.version:  # a second pass through the graph, or changed in place
