@@ -1,12 +1,16 @@
 """Decoupled layers against patches copied out one by one, published vectors, torch's own layers and invariants."""
 
 import copy
+import gc
 import io
 import itertools
+import math
 import pickle
+import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import decoupled_reference as ref
@@ -1447,3 +1451,110 @@ def test_exported_layer():
     x = torch.randn(2, 2, 4, 4)
     program = torch.export.export(layer, (x,))
     torch.testing.assert_close(program.module()(x), layer(x))
+
+
+# What frameworks do to layers.
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inference_mode(training):
+    layer, x = build("conv2d", 2, 3, 2, name="tanh", g="sigmoid").train(training), draw(2, 2, 3, 3)
+    with torch.no_grad():
+        expected = layer(x)
+    layer.patch_norm_seen.zero_()
+    with torch.inference_mode():
+        agree(layer(x).clone(), expected)
+
+
+def test_gradients_of_inputs_that_depend_on_each_other():
+    operator, directions = hs.nn.operator("sphere", eps=0.0), draw(4, 4).requires_grad_()
+    total = hs.nn.decoupled(2 * directions, directions, operator)[0].sum()
+    (expected,) = torch.autograd.grad(total, directions, retain_graph=True)
+    (found,) = torch.autograd.grad(total, directions, create_graph=True)
+    agree(found, expected)
+
+
+def test_forward_mode_derivatives():
+    layer, x, tangent = build("conv2d", 2, 3, 2, name="log", g="sqcos"), draw(2, 2, 3, 3), draw(2, 2, 3, 3) + 1
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+    step = 1e-6
+    agree(found, (layer(x + step * tangent) - layer(x - step * tangent)).detach() / (2 * step), 1e-6)
+
+
+def test_layers_begin_on_the_meta_device():
+    with torch.device("meta"):
+        layer = hs.nn.TanhConv2d(2, 3, 2, angular="sigmoid", learn_k="filter", radius=0.5)
+    layer = layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), layer.patch_norm_mean):
+        tensor.data.fill_(math.nan)
+    layer.patch_norm_seen.fill_(7)
+    layer.reset_parameters()
+    assert layer.weight.isfinite().all()
+    assert torch.allclose(layer.radius, torch.tensor(0.5)) and torch.allclose(layer.k, torch.tensor(0.5))
+    assert layer.patch_norm_mean == 1 and layer.patch_norm_seen == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_keep_nothing_and_compute_the_same(reentrant):
+    layer, x = build("conv2d", 2, 3, 2, name="sphere", g="sigmoid"), draw(2, 2, 3, 3).requires_grad_()
+    expected = torch.autograd.grad(layer(x).sigmoid().sum(), [x, layer.weight])
+    kept = []
+
+    def run(x):
+        y = layer(x)
+        kept.append(weakref.ref(y.untyped_storage()))
+        return y.sigmoid()
+
+    y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant)
+    gc.collect()
+    assert kept[0]() is None
+    y.sum().backward()
+    for a, b in zip((x.grad, layer.weight.grad), expected, strict=True):
+        agree(a, b)
+
+
+def test_saved_tensor_hooks_see_the_output():
+    layer, x = build("conv2d", 2, 3, 2, name="sphere", g="cosine"), draw(2, 2, 3, 3).requires_grad_()
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (shapes.append(tuple(t.shape)), t)[1], lambda t: t):
+        y = layer(x)
+    assert tuple(y.shape) in shapes
+    agree(torch.autograd.grad(y.square().sum(), x)[0], torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_norms_keeps_moving_in_low_precision(dtype):
+    layer = hs.nn.TanhConv2d(2, 3, 2, mean_decay=0.999)
+    x = draw(2, 2, 3, 3).float()
+    layer(x)
+    first = layer.patch_norm_mean.clone()
+    layer = layer.to(dtype)
+    assert layer.weight.dtype == dtype and torch.equal(layer.patch_norm_mean, first)
+    layer(2 * x.to(dtype))
+    assert 1.0005 < layer.patch_norm_mean / first < 1.0015
+
+
+def test_averaged_copies():
+    layer, x = hs.nn.TanhConv2d(2, 3, 2), draw(2, 2, 3, 3).float()
+    average = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
+    for scale in (1.0, 3.0):
+        layer(scale * x)
+        average.update_parameters(layer)
+    assert average.module.patch_norm_seen == 1
+    assert average.module.patch_norm_mean > layer.patch_norm_mean * 0.5
+
+
+def test_a_projected_steepness_comes_back_from_below_its_limit():
+    layer = build("linear", 3, 2, name="sphere", g="sigmoid", learn_k="layer", k_param="project")
+    with torch.no_grad():
+        layer.k_raw.fill_(-1.0)
+    assert layer.k.item() == pytest.approx(hs.nn.Operator.K_MIN)
+    layer(draw(4, 3)).square().sum().backward()
+    assert layer.k_raw.grad != 0
+
+
+def test_the_printed_layer_names_what_was_changed():
+    text = repr(hs.nn.TanhConv2d(2, 3, 2, radius=0.5, angular="sigmoid", k=0.7))
+    assert "operator=tanh" in text and "Sigmoid(k=0.7)" in text and "radius=0.5" in text and "eps" not in text

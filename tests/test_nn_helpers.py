@@ -434,3 +434,13 @@ def test_initialisation_needs_the_same_structure():
         init_from(network(conv=hs.nn.SphereConv2d), PlainCNN(IMAGES, widths=(4, 8), convs_per_unit=1, dim=5))
     with pytest.raises(ArgumentError, match="s must"):
         init_from(network(conv=hs.nn.SphereConv2d), network(), s=-1.0)
+
+
+def test_a_weight_that_counts_elsewhere_is_not_projected():
+    free = hs.nn.SphereLinear(3, 4)
+    counted = hs.nn.DecoupledLinear(3, 4, operator="linear", weighting="linear")
+    counted.weight = free.weight
+    model, x = nn.ModuleList([free, counted]), torch.randn(2, 3)
+    before = counted(x)
+    hs.nn.project_weights(model, skip_weighted=True)
+    assert torch.equal(counted(x), before)

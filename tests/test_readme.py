@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +17,25 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert blocks("python")
-    names: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
+@pytest.mark.parametrize("page", ["README.md", "docs/layers.md"])
+def test_python_blocks_run(tmp_path, page):
+    """In a fresh interpreter: what other tests have imported must not help."""
+    found = blocks("python", (ROOT / page).read_text())
+    assert found
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(found)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("line", [line for block in blocks("bash") for line in block.splitlines() if line.strip()])

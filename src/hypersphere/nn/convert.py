@@ -39,7 +39,7 @@ def convert(
     types: Kind | Iterable[Kind] = tuple(KINDS),
     include: Choice | None = None,
     exclude: Choice | None = None,
-    skip: str | Iterable[str] = ("last", "shortcut"),
+    skip: str | Iterable[str] | None = ("last", "shortcut"),
     project: bool = False,
     example: Any = None,
     **options: Any,
@@ -92,7 +92,9 @@ def convert(
     op = create_operator(operator, **options)
     if project and op.weighting != "none":
         raise ArgumentError("project", f"must be False with weighting={op.weighting!r}, where the kernel's norm counts")
-    why = _choose(model, _classes(types), include, exclude, [skip] if isinstance(skip, str) else list(skip), example)
+    why = _choose(
+        model, _classes(types), include, exclude, [skip] if isinstance(skip, str) else list(skip or ()), example
+    )
     chosen = [module for module, reason in why.items() if not reason]
     if op.learn_k == "network" and len({next(module.parameters()).device for module in chosen}) > 1:
         raise ArgumentError("learn_k", "must not be 'network' for layers on several devices")
@@ -488,7 +490,7 @@ def _fold(layer: Decoupled) -> None:
         norms = op.magnitude(norms, 1.0 if radius is None else radius) / op.alpha
     if getattr(op, "mean_norm", False):
         assert radius is not None
-        radius = _scaled(radius, torch.where(layer.patch_norm_seen, layer.patch_norm_mean, 1.0))
+        radius = _scaled(radius, torch.where(layer.patch_norm_seen.bool(), layer.patch_norm_mean, 1.0))
     changes: dict[str, Any] = {"weighting": "linear" if op.weighting == "separate" else op.weighting}
     changes |= {"mean_norm": False} if op.has_radius else {}
     layer._drop_state()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import at_least_float32, full_precision, patch_energy, safe_sqrt, window_sums
@@ -135,6 +136,7 @@ def _by_hand(operator: Operator) -> bool:
         and type(operator.g).cosine_at is not Angular.cosine_at
         and not torch.compiler.is_exporting()
         and not torch._C._are_functorch_transforms_active()
+        and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     )
 
 
@@ -239,7 +241,8 @@ class _Decoupled(torch.autograd.Function):
         ctx.operator, ctx.window, ctx.sync = operator, window, sync
         ctx.mark_non_differentiable(energy, batch_mean)
         ctx.set_materialize_grads(False)
-        if torch.compiler.is_compiling():
+        ctx.saved_output = _saves_output(y)
+        if ctx.saved_output:
             ctx.save_for_backward(x, directions, radius, mean, k, energy, batch_mean, y)
         else:
             # Saved like the others, the output could not be changed in place, as an nn.ReLU(inplace=True) wants to.
@@ -251,17 +254,14 @@ class _Decoupled(torch.autograd.Function):
         operator, window = ctx.operator, ctx.window
         if grads[0] is None:
             return (None,) * 8
-        if torch.compiler.is_compiling():
-            x, directions, radius, mean, k, energy, batch_mean, y = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint computes them anew each time
+        x, directions, radius, mean, k, energy, batch_mean = saved[:7]
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # a derivative of this one is wanted
+            inputs = (x, directions, radius, mean, k)
+            return *_differentiable_gradients(inputs, operator, window, ctx.sync, grads[0]), None, None, None
+        if ctx.saved_output:
+            y = saved[7]
         else:
-            x, directions, radius, mean, k, energy, batch_mean = ctx.saved_tensors
-            if torch.is_grad_enabled():  # a derivative of this one is wanted
-                return (
-                    *_differentiable_gradients((x, directions, radius, mean, k), operator, window, ctx.sync, grads[0]),
-                    None,
-                    None,
-                    None,
-                )
             y, ctx.output = ctx.output, None  # let go of now, not with the graph
             if y is None or y._version != ctx.version:  # a second pass through the graph, or changed in place
                 own_mean = batch_mean if batch_mean.numel() else mean
@@ -286,10 +286,21 @@ class _Decoupled(torch.autograd.Function):
         return d_x, d_directions, d_radius, None, d_k, None, None, None
 
 
+def _saves_output(y: Tensor) -> bool:
+    """Whether the output is saved the usual way: where what is saved may be computed again or kept elsewhere."""
+    return (
+        torch.compiler.is_compiling()
+        or y.is_inference()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
 def _differentiable_gradients(
     inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, sync: bool, d_y: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs by way of torch's own operations, which can be differentiated again."""
+    # Aliases: one input may have been computed from another, and that path is not ours to follow.
+    inputs = tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in inputs)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     with full_precision(d_y):
         x, directions, radius, mean, k = inputs

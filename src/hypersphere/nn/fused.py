@@ -54,6 +54,7 @@ def usable(x: Tensor, kernels: int, operator: Operator, window: Window | None) -
     return (
         x.is_cuda
         and triton is not None
+        and _on_current_device(x)
         and torch.version.hip is None
         and x.dtype in _DTYPES
         and x.numel() > 0
@@ -70,12 +71,18 @@ def usable_for_kernels(weight: Tensor, operator: Operator) -> bool:
     return (
         weight.is_cuda
         and triton is not None
+        and _on_current_device(weight)
         and torch.version.hip is None
         and weight.dtype in _DTYPES
         and weight.numel() > 0
         and operator.weighting == "none"
         and not _by_torch()
     )
+
+
+def _on_current_device(x: Tensor) -> bool:
+    """Whether a kernel would be launched where the tensor is; compiled code sees to that itself."""
+    return torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device()
 
 
 def _by_torch() -> bool:
@@ -111,13 +118,13 @@ class _Direction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, operator: Operator, dtype: torch.dtype) -> Tensor:
-        weight = _dense(weight)
+        given, weight = weight, _dense(weight)
         out = torch.empty_like(weight, dtype=dtype)
         kernels, size = weight.shape[0], math.prod(weight.shape[1:])
         inverse = torch.empty(kernels, dtype=torch.float32, device=weight.device)
         block = min(_power_of_2(size), 2048)
         _direction_kernel[(kernels,)](weight, out, inverse, size, operator.eps, BLOCK=block, num_warps=4)
-        ctx.save_for_backward(weight, inverse)
+        ctx.save_for_backward(given, inverse)
         ctx.operator = operator
         return out
 
@@ -125,8 +132,10 @@ class _Direction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this one is wanted
+            weight = weight.view_as(weight)
             again, _ = ctx.operator.direction(at_least_float32(weight), tuple(range(1, weight.dim())))
             return *torch.autograd.grad(again, weight, grads[0].to(again.dtype), create_graph=True), None, None
+        weight = _dense(weight)
         gradient = grads[0].contiguous(memory_format=_format(weight))
         d_weight = torch.empty_like(weight)
         size = math.prod(weight.shape[1:])

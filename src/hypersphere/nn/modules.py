@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Self, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ class Decoupled(nn.Module):
         k_raw: Parameter ``(O,)`` or ``(1,)`` where the steepness of the sigmoid is learned.
         patch_norm_mean: Moving average of the mean patch norm of each group, ``(groups,)``, for operators whose radius
             is measured by it.
-        patch_norm_seen: Whether that average has begun.
+        patch_norm_seen: Whether that average has begun, as a number.
         sync_mean: Whether the mean patch norm in training is that of the batches of all processes of
             ``torch.distributed``; by default each takes its own.
         folded: Whether the weight holds the directions of the kernels (:func:`hypersphere.nn.fold`).
@@ -78,7 +79,7 @@ class Decoupled(nn.Module):
             self.set_k(op.g.k)
         if measures_radius(op):
             self.register_buffer("patch_norm_mean", torch.ones(self._groups(), device=device, dtype=dtype))
-            self.register_buffer("patch_norm_seen", torch.zeros((), dtype=torch.bool, device=weight.device))
+            self.register_buffer("patch_norm_seen", torch.zeros((), dtype=torch.long, device=device))
 
     @classmethod
     def adopt(cls, module: nn.Module, operator: str | Operator, **options: Any) -> Decoupled:
@@ -130,6 +131,26 @@ class Decoupled(nn.Module):
         self.__class__ = target  # type: ignore[assignment]
         return self
 
+    def reset_parameters(self) -> None:
+        """Initialise the weight as torch's layer does, and what the operator learns and measures as its options say."""
+        super().reset_parameters()  # type: ignore[misc]
+        if "operator" in self.__dict__:  # not yet where torch's constructor calls this
+            if isinstance(self.operator, RadiusOperator):
+                self.set_radius(self.operator.radius)
+            if self.k_raw is not None and isinstance(self.operator.g, Sigmoid):
+                self.set_k(self.operator.g.k)
+            if measures_radius(self.operator):
+                self.patch_norm_mean.fill_(1.0)
+                self.patch_norm_seen.fill_(0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Keep the average of patch norms in float32 at least: a small step would be rounded away in 16 bits."""
+        before = self._buffers.get("patch_norm_mean")
+        super()._apply(fn, recurse)
+        if before is not None and self.patch_norm_mean.dtype in (torch.float16, torch.bfloat16):
+            self.patch_norm_mean = before.to(self.patch_norm_mean.device, torch.float32)
+        return self
+
     def _drop_state(self) -> None:
         for name in (*_OWN_STATE, *_FOLDED_STATE):
             for place in (self._parameters, self._buffers, self.__dict__):
@@ -166,7 +187,7 @@ class Decoupled(nn.Module):
             return None
         raw, low = at_least_float32(self.k_raw), self.operator.K_MIN
         if self.operator.k_param == "project":
-            return raw.clamp(min=low)
+            return raw + (raw.clamp(min=low) - raw).detach()  # below the limit it must be able to come back
         return (raw.abs() if self.operator.k_param == "abs" else F.softplus(raw)) + low
 
     @torch.no_grad()
@@ -195,9 +216,10 @@ class Decoupled(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of torch's layer, then the operator."""
-        g = self.operator.angular
-        weighting = "" if self.operator.weighting == "none" else f", weighting={self.operator.weighting}"
-        return f"{super().extra_repr()}, operator={self._name()}, angular={g!r}{weighting}"
+        op = self.operator
+        changed = [f for f in fields(op) if f.name != "angular" and getattr(op, f.name) != f.default]
+        options = "".join(f", {f.name}={getattr(op, f.name)!r}" for f in changed)
+        return f"{super().extra_repr()}, operator={self._name()}, angular={op.g!r}{options}"
 
     def _name(self) -> str:
         entry = operators.find(type(self.operator))
@@ -240,11 +262,11 @@ class Decoupled(nn.Module):
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type) if dtype != torch.float64 else dtype
         elif x.dtype != weight.dtype:
-            raise ArgumentError("x", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
+            raise ArgumentError("input", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
         directions, norms = self._directions(weight, dtype)
         op, mean = self.operator, None
         if measures_radius(op) and not self.training:
-            mean = torch.where(self.patch_norm_seen, self.patch_norm_mean, 1.0)
+            mean = torch.where(self.patch_norm_seen.bool(), self.patch_norm_mean, 1.0)
         y, batch_mean = decoupled(
             x.to(dtype),
             directions,
@@ -256,7 +278,7 @@ class Decoupled(nn.Module):
             kernel_norms=norms,
             sync=self.sync_mean,
         )
-        if measures_radius(op) and self.training and batch_mean is not None and x.numel():
+        if measures_radius(op) and self.training and batch_mean is not None and (x.numel() or self.sync_mean):
             self._observe(batch_mean.detach(), op)
         if self.bias is None:
             return y
@@ -268,8 +290,8 @@ class Decoupled(nn.Module):
         batch_mean = batch_mean.to(self.patch_norm_mean.dtype)
         moved = self.patch_norm_mean.lerp(batch_mean, 1 - op.mean_decay)
         first = batch_mean if op.mean_init == "first" else batch_mean * (1 - op.mean_decay)
-        self.patch_norm_mean.copy_(torch.where(self.patch_norm_seen, moved, first))
-        self.patch_norm_seen.fill_(True)
+        self.patch_norm_mean.copy_(torch.where(self.patch_norm_seen.bool(), moved, first))
+        self.patch_norm_seen.fill_(1)
 
 
 class _Conv(Decoupled):
@@ -378,7 +400,9 @@ class _ConvTranspose(Decoupled):
 
 def _checked(value: float | Tensor, low: float, *, open_low: bool = True) -> Tensor:
     """A value or values above ``low``, in float64."""
-    values = torch.as_tensor(value, dtype=torch.float64)
+    # Numbers stay on the CPU, whatever the default device: their check must not wait for another one.
+    given = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    values = given.double()
     check_range("value", float(values.min()), low, open_low=open_low)
     return values
 

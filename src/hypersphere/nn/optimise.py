@@ -54,7 +54,7 @@ def project_weights(model: nn.Module, s: float = 1.0, eps: float = 0.0, *, skip_
     """
     check_range("s", s, 0, open_low=True)
     check_range("eps", eps, 0)
-    others = (module for module in model.modules() if not isinstance(module, Decoupled))
+    others = (m for m in model.modules() if not (isinstance(m, Decoupled) and m.operator.weighting == "none"))
     shared = {id(parameter) for module in others for parameter in module._parameters.values() if parameter is not None}
     chosen = [layer for name, layer in decoupled_layers(model) if _projectable(name, layer, shared, skip_weighted)]
     plain = [layer for layer in chosen if not parametrize.is_parametrized(layer, "weight")]

@@ -69,12 +69,15 @@ def parameter_groups(
 def _decoupled_parameters(module: nn.Module) -> dict[Tensor, str]:
     """The groups of those parameters of decoupled layers that weight decay does not suit."""
     found: dict[Tensor, str] = {}
+    others: set[Tensor] = set()  # a weight that another layer has, too, is decayed for its sake
     for layer in module.modules():
         if isinstance(layer, Decoupled):
             found |= {p: "-operators" for p in (layer.radius_raw, layer.k_raw) if p is not None}
-            if layer.operator.weighting == "none":
-                found[layer.weight] = "-kernels"
-    return found
+        if isinstance(layer, Decoupled) and layer.operator.weighting == "none":
+            found[layer.weight] = "-kernels"
+        else:
+            others.update(p for name, p in layer.named_parameters(recurse=False) if name == "weight")
+    return {p: group for p, group in found.items() if p not in others}
 
 
 def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.optim.Optimizer:
