@@ -143,3 +143,12 @@ def test_recipes_on_embedded_data_learn(name, tmp_path):
     assert first.std() > 0.003  # each kernel has found its own
     page = report.build([tmp_path / "run"])
     assert {"radius": "Radius", "k": "Steepness k"}[learned] in page and "Filters: " in page
+
+
+def test_one_place_or_pattern_needs_no_list():
+    plan = recipe.load("digits-dcnet", ["convert.skip=last", "convert.exclude=emb*"])
+    assert plan.convert.skip == ("last",) and plan.convert.exclude == ("emb*",)
+    with pytest.raises(
+        recipe.RecipeError, match=r"convert\.skip\.0 should be 'first', 'last' or 'shortcut', got 'lst'"
+    ):
+        recipe.load("digits-dcnet", ["convert.skip=lst"])

@@ -83,6 +83,11 @@ class Convert(Part):
         ("shortcut",), description="places of layers to leave alone"
     )
 
+    @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
     @property
     def choice(self) -> dict[str, Any]:
         """Which layers: what is given of it, by argument."""
