@@ -273,16 +273,16 @@ class _Decoupled(torch.autograd.Function):
             kernels = fused.usable(x, directions.shape[0], operator, window)
             respond = fused.respond_backward if kernels else _respond_backward
             d_products, d_energy, d_scaled, d_k = respond(grads[0], y, energy, scaled, k, operator)
-            d_radius = None
+            d_radius = d_norms = None
             if radius is not None and scaled is not None and d_scaled is not None:
                 d_radius = d_scaled * scaled / radius
                 if from_batch and not operator.detach_mean:
                     d_mean = _over_processes((d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1), ctx.sync)
-                    d_energy = d_energy + _mean_gradient(d_mean, energy, operator.eps)
+                    d_norms = d_mean / max(energy.numel() // energy.shape[1], 1)
             d_x, d_directions = _product_backward(d_products, x, directions, window, ctx.needs_input_grad[:2])
             if d_x is not None:
                 add = fused.add_energy_gradient if kernels else _add_energy_gradient
-                d_x = add(d_x, x, d_energy, window)
+                d_x = add(d_x, x, d_energy, window, energy, d_norms, operator.eps)
         return d_x, d_directions, d_radius, None, d_k, None, None, None
 
 
@@ -308,14 +308,6 @@ def _differentiable_gradients(
         y, _ = _composed(x, directions, radius, mean, k, operator, window, sync)
     found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=True, allow_unused=True))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
-
-
-def _mean_gradient(d_mean: Tensor, energy: Tensor, eps: float) -> Tensor:
-    """Gradient of the squared norms from that of the mean norm of each group."""
-    zero = is_zero(energy)  # where x is 0, and this does not count
-    inverse = torch.where(zero, 1.0, energy + eps).rsqrt()
-    count = max(energy.numel() // energy.shape[1], 1)
-    return (d_mean / (2 * count)).view(-1, *(1,) * (energy.dim() - 2)) * inverse
 
 
 def _slices(maps: Tensor) -> list[slice]:
@@ -396,8 +388,22 @@ def _product_backward(
     return d_x, d_weight
 
 
-def _add_energy_gradient(d_x: Tensor, x: Tensor, d_energy: Tensor, window: Window | None) -> Tensor:
-    """``d_x`` plus what reaches ``x`` through the squared norms of its patches."""
+def _add_energy_gradient(
+    d_x: Tensor,
+    x: Tensor,
+    d_energy: Tensor,
+    window: Window | None,
+    energy: Tensor,
+    d_norms: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """``d_x`` plus what reaches ``x`` through the squared norms of its patches.
+
+    ``d_norms`` is the gradient of every patch norm of a group through their mean, ``(groups,)``.
+    """
+    if d_norms is not None:
+        inverse = torch.where(is_zero(energy), 1.0, energy + eps).rsqrt()  # where x is 0 this does not count
+        d_energy = d_energy + (d_norms / 2).view(-1, *(1,) * (energy.dim() - 2)) * inverse
     if window is not None:
         if window.transposed:
             visible: Any = (..., *(slice(n) for n in x.shape[2:]))

@@ -168,12 +168,25 @@ def respond_backward(
     )
 
 
-def add_energy_gradient(d_x: Tensor, x: Tensor, d_energy: Tensor, window: Window | None) -> Tensor:
-    """``d_x`` plus what reaches ``x`` through the squared norms of its patches, written over ``d_x``."""
+def add_energy_gradient(
+    d_x: Tensor,
+    x: Tensor,
+    d_energy: Tensor,
+    window: Window | None,
+    energies: Tensor | None = None,
+    d_norms: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """``d_x`` plus what reaches ``x`` through the squared norms of its patches, written over ``d_x``.
+
+    ``d_norms``, one number, is the gradient of every patch norm through their mean, on top of ``d_energy``.
+    """
     d_x = _dense(d_x)
     x = x.contiguous(memory_format=_format(d_x))
+    mean = (d_energy if energies is None else energies, d_energy if d_norms is None else d_norms, eps)
+    with_mean = d_norms is not None
     if window is None:
-        _add_energy_gradient(d_x, x, d_energy, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
+        _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
         return d_x
     flat = len(window.kernel) == 1
     values = (window.kernel, window.stride, window.padding, window.dilation, x.shape[2:], d_energy.shape[2:])
@@ -181,7 +194,7 @@ def add_energy_gradient(d_x: Tensor, x: Tensor, d_energy: Tensor, window: Window
     if flat:
         kernel, stride, padding, dilation = [1, *kernel], [1, *stride], [0, *padding], [1, *dilation]
         size, out = [1, *size], [1, *out]
-    _add_energy_gradient(d_x, x, d_energy, kernel, stride, padding, dilation, size, out)
+    _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, kernel, stride, padding, dilation, size, out)
     return d_x
 
 
@@ -454,6 +467,9 @@ if triton is not None:
         d_x,
         x,
         d_energies,
+        energies,
+        d_norms,
+        eps,
         count,
         places,
         channels,
@@ -469,6 +485,7 @@ if triton is not None:
         DW,
         KH: tl.constexpr,
         KW: tl.constexpr,
+        MEAN: tl.constexpr,
         LAST: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -478,12 +495,19 @@ if triton is not None:
         image, place = rows // (H * W), rows % (H * W)
         bottom, right = place // W + PH, place % W + PW
         total = tl.zeros([ROWS], tl.float32)
+        norm = 0.0
+        if MEAN:
+            norm = 0.5 * tl.load(d_norms)
         for tap in range(KH * KW):
             i, j = bottom - tap // KW * DH, right - tap % KW * DW
             reached = (rows < count) & (i >= 0) & (j >= 0) & (i % SH == 0) & (j % SW == 0)
             i, j = i // SH, j // SW
             reached = reached & (i < OH) & (j < OW)
-            total += tl.load(d_energies + (image * OH + i) * OW + j, mask=reached, other=0.0)
+            at = (image * OH + i) * OW + j
+            total += tl.load(d_energies + at, mask=reached, other=0.0)
+            if MEAN:
+                e = tl.load(energies + at, mask=reached, other=0.0)
+                total += tl.where(e <= 1.1754943508222875e-38, 0.0, norm * tl.rsqrt(e + eps))
         inside = (rows < count)[:, None] & (columns < channels)[None, :]
         at = _offsets(rows, columns, places, channels, LAST)
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -641,6 +665,10 @@ if triton is not None:
         d_x: Tensor,
         x: Tensor,
         d_energies: Tensor,
+        energies: Tensor,
+        d_norms: Tensor,
+        eps: float,
+        with_mean: bool,
         kernel: list[int],
         stride: list[int],
         padding: list[int],
@@ -654,6 +682,9 @@ if triton is not None:
             d_x,
             x,
             d_energies,
+            energies,
+            d_norms,
+            eps,
             count,
             places,
             channels,
@@ -664,6 +695,7 @@ if triton is not None:
             *dilation,
             KH=kernel[0],
             KW=kernel[1],
+            MEAN=with_mean,
             LAST=last,
             ROWS=rows,
             WIDTH=width,
