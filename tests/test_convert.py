@@ -377,6 +377,7 @@ def test_subclasses_that_are_only_built_differently():
     x = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     layer = model[0]
     nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)  # its own initialisation leaves it as the memory was
     before = model(x)
     convert(model, "sphere")
     assert isinstance(layer, Three)
