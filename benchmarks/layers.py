@@ -490,12 +490,12 @@ def to_rows(title: str, entries: Sequence[Entry], command: str, hardware: str, n
     ]
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], script: str = "layers") -> str:
     """The command of a run; where its rows go is no part of how they came about."""
     given = list(arguments)
     for name in {"--output", "--rows"} & set(given):
         del given[given.index(name) : given.index(name) + 2]
-    return " ".join(["python benchmarks/layers.py", *given])
+    return " ".join([f"python benchmarks/{script}.py", *given])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

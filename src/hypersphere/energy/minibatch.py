@@ -1,0 +1,295 @@
+r"""Energies of output layers with many classes, from the classes of a batch, and of a random subset of neurons.
+
+The inter-class term of SphereFace+ is :func:`batch_versus_all`; :class:`InterClass` adds it to any head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hypersphere.energy.mhe import hyperspherical_energy
+from hypersphere.energy.pairs import FLOOR, directions, tile_terms
+from hypersphere.energy.potentials import Potential, Riesz
+from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.geometry import at_least_float32, full_precision, normalise
+
+CHUNK_ELEMENTS = 2**23
+"""Pairs computed at a time."""
+
+
+def _squared_chords(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared chords of unit vectors and with mirror images ``(b, m, n)``; float32 on a CPU by products in float64."""
+    if a.dtype != torch.float32 or a.device.type != "cpu":
+        q = 2 - 2 * (a @ b.mT)
+        return q, 4 - q
+    left, right = a.double(), b.double()
+    lengths = left.square().sum(-1, keepdim=True) + right.square().sum(-1).unsqueeze(-2)
+    products = 2 * (left @ right.mT)
+    return (lengths - products).float(), (lengths + products).float()
+
+
+class _CrossSums(torch.autograd.Function):
+    """Forward finds sum and gradient together, some rows at a time: the pairs are never held at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchors: Tensor, rows: Tensor, own: Tensor, weights: Tensor, potential: Potential, half_space: bool
+    ) -> Tensor:
+        (a, a_inverse), (r, r_inverse) = directions(anchors, 0.0), directions(rows, 0.0)
+        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+        by_a, by_r = torch.zeros_like(a), torch.zeros_like(r)
+        step = max(CHUNK_ELEMENTS // max(a.shape[0] * a.shape[1], 1), 1)
+        for start in range(0, r.shape[1], step):
+            part, inverse = r[:, start : start + step], r_inverse[:, start : start + step]
+            places = torch.arange(start, start + part.shape[1], device=a.device)
+            counted = (own.unsqueeze(-1) != places) & (inverse != 0).mT & (a_inverse != 0)
+            q, p = (torch.where(counted, chords, 2.0) for chords in _squared_chords(a, part))
+            share = torch.where(counted, weights.unsqueeze(2), 0.0)
+            value, slope = tile_terms(q, potential, half_space, None, FLOOR[a.dtype], p)
+            total += (value * share).sum((1, 2), dtype=torch.float64)
+            slope = -2 * slope * share
+            if anchors.requires_grad:
+                by_a += slope @ part
+            if rows.requires_grad:
+                by_r[:, start : start + step] = slope.mT @ a
+        ctx.save_for_backward(
+            *(
+                (by - (by * x).sum(-1, keepdim=True) * x) * i
+                for by, x, i in ((by_a, a, a_inverse), (by_r, r, r_inverse))
+            )
+        )
+        return total.to(a.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        by_anchors, by_rows = ctx.saved_tensors
+        grad = grads[0].view(-1, 1, 1)
+        return by_anchors * grad, by_rows * grad, None, None, None, None
+
+
+def cross_sums(
+    anchors: Tensor,
+    rows: Tensor,
+    own: Tensor,
+    weights: Tensor,
+    potential: Potential,
+    half_space: bool = False,
+) -> Tensor:
+    r"""Weighted sum of a potential over pairs of anchors and rows, :math:`\sum_i a_i \sum_{j \ne y_i} f(q_{ij})`.
+
+    Args:
+        anchors: ``(b, m, d)`` in float32 or float64; zero vectors are left out.
+        rows: ``(b, n, d)``; zero vectors are left out.
+        own: ``(m,)`` or ``(b, m)``, the row :math:`y_i` that an anchor is not compared with.
+        weights: ``(b, m)`` weights :math:`a_i` of the anchors; constants.
+        potential: f, of the squared chord.
+        half_space: Take :math:`2 (f(q) + f(4 - q))`: pairs of vectors and mirror images, without a vector's own.
+
+    Returns:
+        ``(b,)``.
+
+    Example:
+        >>> rows = torch.eye(3).unsqueeze(0)
+        >>> cross_sums(rows[:, :1], rows, torch.tensor([0]), torch.ones(1, 1), Riesz(2.0))
+        tensor([1.])
+    """
+    total: Tensor = _CrossSums.apply(anchors, rows, own, weights, potential, half_space)
+    return total
+
+
+def _first(labels: Tensor) -> Tensor:
+    """Which of ``labels`` ``(m,)`` are the first of their class; shapes do not depend on the labels."""
+    return ~(labels.unsqueeze(1) == labels).tril(-1).any(1)
+
+
+def batch_versus_all(
+    weight: Tensor,
+    labels: Tensor,
+    s: float = 2.0,
+    *,
+    half_space: bool = False,
+    angular: bool = False,
+    gradient: str = "both",
+    unique: bool = False,
+    ignore_index: int | None = None,
+) -> Tensor:
+    r"""Energy of the classes of a batch against all classes, the inter-class term of SphereFace+.
+
+    .. math:: \frac{1}{m (C - 1)} \sum_{i=1}^m \sum_{j \ne y_i} \rho(u_{y_i}, u_j)^{-s}
+
+    It costs m C pairs in place of C², none of them kept; its expectation over uniform labels is the mean energy of all
+    classes. A class that occurs twice counts twice.
+
+    Args:
+        weight: Class vectors ``(C, d)``; norms do not matter and zero vectors are left out.
+        labels: Classes of the batch ``(m,)``.
+        s: Riesz exponent; 0 is the logarithmic energy.
+        half_space: Count the mirror image of every vector as a vector.
+        angular: Take angles as distances, not chords.
+        gradient: ``"both"``, or ``"anchor"``: only the classes of the batch are pushed, half of the gradient in
+            expectation.
+        unique: Let every class of the batch count once.
+        ignore_index: Labels with this value count for nothing.
+
+    Returns:
+        Scalar in float32 or wider; 0 where there is no pair.
+
+    Example:
+        >>> batch_versus_all(torch.eye(4), torch.tensor([0, 2, 2]))
+        tensor(0.5000)
+    """
+    check_choice("gradient", gradient, ("both", "anchor"))
+    check_range("s", s, 0)
+    _check(weight, labels)
+    rows = at_least_float32(weight)
+    with full_precision(rows):
+        counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+        own = torch.where(counts, labels, 0)
+        anchors = rows[own]
+        present = rows.detach().square().sum(1) > torch.finfo(rows.dtype).tiny
+        counts = counts & present[own] & (_first(labels) if unique else True)
+        share = counts.to(rows.dtype) / counts.sum().clamp(min=1)
+        potential = Riesz(s, angular)
+        others = rows.detach() if gradient == "anchor" else rows
+        total = cross_sums(
+            anchors.unsqueeze(0), others.unsqueeze(0), own, share.unsqueeze(0), potential, half_space
+        ).squeeze(0)
+        n = present.sum()
+        if half_space:  # of the four signs of a pair two have the anchor's own; its mirror image is a vector, too
+            return (total / 2 + potential(4 * share.new_ones(())) * share.sum()) / (2 * n - 1).clamp(min=1)
+        return total / (n - 1).clamp(min=1)
+
+
+def batch_pairs(
+    weight: Tensor, labels: Tensor, s: float = 2.0, *, half_space: bool = False, angular: bool = True
+) -> Tensor:
+    r"""Mean energy of the distinct classes of a batch among themselves.
+
+    Args:
+        weight: Class vectors ``(C, d)``.
+        labels: Classes of the batch ``(m,)``.
+        s: Riesz exponent; 0 is the logarithmic energy.
+        half_space: Count the mirror image of every vector as a vector.
+        angular: Take angles as distances, as the public heads with this term do, not chords.
+
+    Returns:
+        Scalar in float32 or wider; 0 with fewer than two classes.
+
+    Example:
+        >>> batch_pairs(torch.eye(4), torch.tensor([0, 2, 2]), angular=False)
+        tensor(0.5000)
+    """
+    check_range("s", s, 0)
+    _check(weight, labels)
+    # What comes again is zero, which the energy leaves out: no shape depends on the labels.
+    rows = torch.where(_first(labels).unsqueeze(1), weight[labels], 0.0)
+    return hyperspherical_energy(rows, s, half_space=half_space, angular=angular)
+
+
+def subset(vectors: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Rows drawn without replacement: their mean energy is an unbiased estimate of that of all, gradient included.
+
+    Args:
+        vectors: ``(n, d)``.
+        size: Number of rows, at least 2; all rows where there are no more.
+        generator: Source of randomness, on any device.
+
+    Returns:
+        ``(size, d)``.
+
+    Example:
+        >>> subset(torch.randn(100, 8), 10).shape
+        torch.Size([10, 8])
+    """
+    check_range("size", size, 2)
+    device = vectors.device if generator is None else generator.device
+    return vectors[torch.randperm(len(vectors), generator=generator, device=device)[:size].to(vectors.device)]
+
+
+class InterClass(nn.Module):
+    r"""Any head plus the energy of its class vectors: SphereFace+ is this around A-Softmax.
+
+    .. math:: L = L_\text{head} + \lambda E
+
+    Args:
+        head: Head that is called with features and labels and has class vectors ``weight`` ``(C, d)``.
+        weight: :math:`\lambda`, to be tuned between 0.1 and 10.
+        form: ``"all"`` for :func:`batch_versus_all`, ``"pairs"`` for :func:`batch_pairs`.
+        **options: Those of that function.
+
+    Shape:
+        features ``(B, d)``, labels ``(B,)``, loss as that of the head.
+
+    Example:
+        >>> import hypersphere as hs
+        >>> head = InterClass(hs.losses.create("arcface", 8, 10), weight=0.5)
+        >>> head(torch.randn(4, 8), torch.tensor([0, 1, 2, 2])).shape
+        torch.Size([])
+    """
+
+    def __init__(self, head: nn.Module, weight: float = 1.0, form: str = "all", **options: Any) -> None:
+        super().__init__()
+        check_range("weight", weight, 0)
+        check_choice("form", form, ("all", "pairs"))
+        if not isinstance(getattr(head, "weight", None), Tensor) or getattr(head, "centres", 1) != 1:
+            raise ArgumentError("head", f"must have one class vector a class, as 'weight', got {type(head).__name__}")
+        if form == "all" and getattr(head, "ignore_index", None) is not None:
+            options.setdefault("ignore_index", head.ignore_index)
+        self.head, self.energy_weight, self.form, self.options = head, weight, form, options
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        """The head's loss with the energy added to it (to the loss of every sample, where these are not reduced)."""
+        energy = batch_versus_all if self.form == "all" else batch_pairs
+        loss: Tensor = self.head(features, labels)
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return loss + self.energy_weight * energy(weight, labels, **self.options)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"weight={self.energy_weight:g}, form={self.form!r}"
+
+
+@torch.no_grad()
+def caffe_inter_class(weight: Tensor, labels: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    r"""What the inter-class layer of the released SphereFace+ code adds to the gradient, taken at face value.
+
+    Not the gradient of the energy: every sample adds :math:`-\frac{4\alpha}{m S^2 + 10^{-5}} (u_{y_i} - \hat u)` to the
+    gradient of its class, with :math:`\hat u` the mean of all class directions over the root of its squared norm plus
+    1e-5, and S the mean over classes of the summed squared chords to the batch's classes. For comparisons only; for
+    training take :func:`batch_versus_all`.
+
+    Args:
+        weight: Class vectors ``(C, d)``; their directions are used.
+        labels: Classes of the batch ``(m,)``.
+        alpha: Strength; its scale has nothing to do with that of an energy's weight.
+
+    Returns:
+        S ``()``, and what is added to the gradient of the directions ``(C, d)``.
+
+    Example:
+        >>> distance, gradient = caffe_inter_class(torch.eye(3), torch.tensor([0]), alpha=10.0)
+        >>> distance, gradient[1:].count_nonzero()
+        (tensor(1.3333), tensor(0))
+    """
+    _check(weight, labels)
+    units = normalise(at_least_float32(weight))
+    own, mean = units[labels], units.mean(0)
+    m = len(own)
+    # Squared chords of unit vectors, of which the products add up to those of the sums.
+    distance = 2 * (m - own.sum(0) @ mean)
+    aim = mean * (mean.square().sum() + 1e-5).rsqrt()
+    strength = -4 * alpha / (m * distance.square() + 1e-5)
+    return distance, torch.zeros_like(units).index_add_(0, labels, strength * (own - aim))
+
+
+def _check(weight: Tensor, labels: Tensor) -> None:
+    if weight.dim() != 2:
+        raise ArgumentError("weight", f"must have shape (C, d), got {tuple(weight.shape)}")
+    if labels.dim() != 1:
+        raise ArgumentError("labels", f"must have shape (m,), got {tuple(labels.shape)}")

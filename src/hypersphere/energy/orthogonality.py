@@ -1,0 +1,232 @@
+r"""Orthogonality of neurons as a regulariser, and what has been called that.
+
+Published weights of these terms are around 1e-5 for all layers (srip is tuned to the task), but the default weight is
+1 as everywhere. Rows that are zero do not count: padding cannot be told from a neuron that died. Where there are more
+neurons n than inputs d, products of inputs ``(d, d)`` give what products of neurons ``(n, n)`` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hypersphere.energy.base import Regulariser, energies
+from hypersphere.energy.layers import Neurons
+from hypersphere.energy.minibatch import cross_sums
+from hypersphere.energy.potentials import Potential
+from hypersphere.errors import check_choice, check_range
+from hypersphere.geometry import normalise, safe_sqrt
+
+
+class _Orthogonality(Regulariser):
+    r"""A penalty on the inner products of a layer's kernels.
+
+    Called on a matrix ``(n, d)`` whose rows are kernels it gives that matrix' penalty; called on a module, the sum over
+    its decoupled layers, or over all its linear and convolution layers where none is decoupled. The kernels of each
+    group of channels count by themselves, and the groups add up.
+
+    Args:
+        squared: Take the square of the norm of the deviation, not the norm.
+        normalised: Take the directions of the kernels, so that angles alone are penalised.
+        hidden_weight: Weight of every hidden layer of a model; 1e-5 in published experiments.
+        output_weight: Weight of a model's output layer.
+    """
+
+    decoupled_only = True
+
+    def __init__(
+        self,
+        *,
+        squared: bool = True,
+        normalised: bool = False,
+        hidden_weight: float = 1.0,
+        output_weight: float = 1.0,
+    ) -> None:
+        super().__init__(hidden_weight=hidden_weight, output_weight=output_weight)
+        self.squared, self.normalised = squared, normalised
+
+    def _values(self, layers: Sequence[Neurons]) -> Iterator[tuple[list[Neurons], Tensor]]:
+        # A layer's value is the mean over its groups; here they add up.
+        for batch, values in super()._values(layers):
+            yield batch, values * (values.numel() // len(batch))
+
+    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+        """Squared deviation ``(b,)`` of kernels ``(b, n, d)``, of which ``valid`` ``(b, n)`` are not zero."""
+        raise NotImplementedError
+
+    def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
+        """Penalty of each matrix of a batch."""
+        valid = _present(vectors)
+        squared = self._deviation(normalise(vectors) if self.normalised else vectors, valid)
+        return squared if self.squared else safe_sqrt(squared)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"squared={self.squared}, normalised={self.normalised}"
+
+
+def _present(vectors: Tensor) -> Tensor:
+    """Which rows of ``(b, n, d)`` have a direction, as numbers ``(b, n)``."""
+    return (vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny).to(vectors.dtype)
+
+
+@energies.register("orthonormal")
+class Orthonormal(_Orthogonality):
+    r"""Distance of a layer's kernels (the columns of W) from orthonormal ones: :math:`\|W^T W - I\|_F^2`.
+
+    With more kernels n than inputs d it cannot fall below n - d.
+
+    Example:
+        >>> Orthonormal()(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
+        tensor(25.)
+    """
+
+    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+        n, d = kernels.shape[-2:]
+        if n <= d:
+            return (kernels @ kernels.mT - torch.diag_embed(valid)).square().sum((1, 2))
+        eye = torch.eye(d, dtype=kernels.dtype, device=kernels.device)
+        # The products of inputs have the same eigenvalues but for zeros.
+        return (kernels.mT @ kernels - eye).square().sum((1, 2)) + (valid.sum(1) - d)
+
+
+@energies.register("orthogonal")
+class Orthogonal(_Orthogonality):
+    r"""Distance of a layer's kernels from orthogonal ones of any norms: :math:`\|W^T W - \mathrm{diag}(W^T W)\|_F^2`.
+
+    With ``normalised=True`` it is the sum of squared cosines over ordered pairs.
+
+    Example:
+        >>> Orthogonal()(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
+        tensor(8.)
+    """
+
+    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+        n, d = kernels.shape[-2:]
+        if n <= d:
+            own = torch.eye(n, dtype=torch.bool, device=kernels.device)
+            return (kernels @ kernels.mT).masked_fill(own, 0.0).square().sum((1, 2))
+        return (kernels.mT @ kernels).square().sum((1, 2)) - kernels.square().sum(2).square().sum(1)
+
+
+@energies.register("srip")
+class SRIP(_Orthogonality):
+    r"""Spectral restricted isometry: the largest singular value of :math:`W^T W - I`, by power iteration.
+
+    Of :math:`M = W^T W - I` and a start vector v, v becomes :math:`Mv/\|Mv\|` ``iterations`` times, then
+    :math:`\sigma = \|Mv\|`. The gradient is that of this value, iterations included. M itself is never formed.
+
+    Args:
+        squared: Take the square of the singular value.
+        normalised: Take the directions of the kernels.
+        iterations: Number of iterations.
+        start: ``"sine"`` (:math:`v_i = \sin i^2`, as good as a random one and always the same) or ``"ones"``.
+        hidden_weight: Weight of every hidden layer of a model.
+        output_weight: Weight of a model's output layer.
+
+    Example:
+        >>> SRIP(iterations=20)(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
+        tensor(5.)
+    """
+
+    def __init__(
+        self,
+        *,
+        squared: bool = False,
+        normalised: bool = False,
+        iterations: int = 2,
+        start: str = "sine",
+        hidden_weight: float = 1.0,
+        output_weight: float = 1.0,
+    ) -> None:
+        super().__init__(
+            squared=squared, normalised=normalised, hidden_weight=hidden_weight, output_weight=output_weight
+        )
+        check_range("iterations", iterations, 1)
+        check_choice("start", start, ("sine", "ones"))
+        self.iterations, self.start = iterations, start
+
+    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+        v = valid
+        if self.start == "sine":
+            places = torch.arange(1, kernels.shape[1] + 1, dtype=torch.float64, device=kernels.device)
+            v = valid * places.square().sin().to(kernels.dtype)
+        v = v.unsqueeze(2)
+        for _ in range(self.iterations):
+            v = normalise(kernels @ (kernels.mT @ v) - v, dim=1)
+        return (kernels @ (kernels.mT @ v) - v).square().sum((1, 2))
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"{super().extra_repr()}, iterations={self.iterations}, start={self.start!r}"
+
+
+@dataclass(frozen=True)
+class _Softplus(Potential):
+    r""":math:`\log(1 + \exp(L(c - 1)))` of a cosine :math:`c = 1 - q/2`."""
+
+    steepness: float = 10.0
+
+    def __call__(self, q: Tensor) -> Tensor:
+        return F.softplus(-self.steepness / 2 * q, threshold=50)
+
+    def slope(self, q: Tensor) -> Tensor:
+        return -self.steepness / 2 * (-self.steepness / 2 * q).sigmoid()
+
+
+@energies.register("orthoreg")
+class OrthoReg(Regulariser):
+    r"""OrthoReg: :math:`\sum_{i \ne j} \log(1 + \exp(L (c_{ij} - 1)))`, which pushes acute angles apart.
+
+    Directions that meet at more than a right angle are hardly touched, whatever the name says.
+
+    Args:
+        steepness: L.
+        hidden_weight: Weight of every hidden layer of a model; 1e-5 in published experiments.
+        output_weight: Weight of a model's output layer.
+
+    Example:
+        >>> OrthoReg()(torch.tensor([[2.0, 0.0], [1.0, 0.0]]))  # 2 log 2
+        tensor(1.3863)
+    """
+
+    def __init__(self, *, steepness: float = 10.0, hidden_weight: float = 1.0, output_weight: float = 1.0) -> None:
+        super().__init__(hidden_weight=hidden_weight, output_weight=output_weight)
+        check_range("steepness", steepness, 0, open_low=True)
+        self.steepness = steepness
+
+    def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
+        """Sum over the ordered pairs of each matrix of a batch."""
+        own = torch.arange(vectors.shape[1], device=vectors.device)
+        return cross_sums(vectors, vectors, own, torch.ones_like(vectors[..., 0]), _Softplus(self.steepness))
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"steepness={self.steepness:g}"
+
+
+@energies.register("cosine-sum")
+class CosineSum(Regulariser):
+    r"""Sum of cosines over ordered pairs, :math:`\sum_{i \ne j} c_{ij} = \|\sum_i u_i\|^2 - n`.
+
+    It only centres the directions: opposite pairs are as good to it as a simplex. No penalty of orthogonality.
+
+    Args:
+        hidden_weight: Weight of every hidden layer of a model; 1e-5 in published experiments.
+        output_weight: Weight of a model's output layer.
+
+    Example:
+        >>> CosineSum()(torch.tensor([[3.0, 0.0], [-1.0, 0.0]]))
+        tensor(-2.)
+    """
+
+    def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
+        """Sum of cosines of each matrix of a batch."""
+        return normalise(vectors).sum(1).square().sum(1) - _present(vectors).sum(1)
+
+
+__all__ = ["SRIP", "CosineSum", "OrthoReg", "Orthogonal", "Orthonormal"]

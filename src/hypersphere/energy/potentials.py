@@ -1,0 +1,121 @@
+r"""Potentials of a pair of directions, as functions of their squared chord.
+
+The squared chord :math:`q = \|u - v\|^2 = 2 - 2\cos\theta` keeps its digits where two directions nearly meet, which
+the cosine does not; every potential here is therefore a function of q, together with its slope.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hypersphere.errors import check_range
+
+
+@dataclass(frozen=True)
+class Potential:
+    """What a pair of directions adds to an energy; a subclass defines value and slope.
+
+    Example:
+        >>> Riesz(2.0)(torch.tensor([2.0, 4.0]))
+        tensor([0.5000, 0.2500])
+    """
+
+    def code(self) -> list[float]:
+        """Numbers that :func:`decode` turns back into the potential: operations take no objects."""
+        return [float(KINDS.index(type(self))), *(float(value) for value in astuple(self))]
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """Value at squared chords ``q`` > 0, same shape; differentiable."""
+        raise NotImplementedError
+
+    def slope(self, q: Tensor) -> Tensor:
+        """Derivative of the value by ``q``, same shape."""
+        raise NotImplementedError
+
+    def both(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and slope, without repeating what they share."""
+        return self(q), self.slope(q)
+
+
+@dataclass(frozen=True)
+class Riesz(Potential):
+    r"""Riesz kernel :math:`z^{-s}`, or :math:`\log(1/z)` for s = 0, or :math:`-z^{-s}` for s < 0, of a distance z.
+
+    Args:
+        s: Exponent.
+        angular: Take the angle as distance, not the chord.
+        half_turns: Measure angles in half turns, not in radians.
+        offset: Added to an angle.
+        factor: Multiplies the value.
+    """
+
+    s: float = 2.0
+    angular: bool = False
+    half_turns: bool = False
+    offset: float = 0.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("s", self.s)
+
+    def _angle(self, q: Tensor) -> Tensor:
+        scale = 1 / math.pi if self.half_turns else 1.0
+        # Unlike clamp, hardtanh has no gradient at 1, where that of asin is infinite.
+        return 2 * scale * torch.asin(functional.hardtanh(q.sqrt() / 2)) + self.offset
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """Value at squared chords."""
+        base, s = (self._angle(q), self.s) if self.angular else (q, self.s / 2)
+        if self.s == 0:
+            return base.log() * (-self.factor if self.angular else -self.factor / 2)
+        return base.pow(-s) * math.copysign(self.factor, self.s)
+
+    def slope(self, q: Tensor) -> Tensor:
+        """Derivative by the squared chord."""
+        strength = self.factor * (abs(self.s) if self.s else 1.0)
+        if not self.angular:
+            return q.pow(-self.s / 2 - 1) * (-strength / 2)
+        scale = 1 / math.pi if self.half_turns else 1.0
+        # At opposite directions the slope is infinite, but there no direction's gradient has a tangent part.
+        spread = (q * (4 - q)).clamp(min=torch.finfo(q.dtype).eps).rsqrt()
+        return self._angle(q).pow(-self.s - 1) * spread * (-strength * scale)
+
+    def both(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and slope; powers are slow, so the common exponents do without."""
+        if self.angular or self.s not in (1, 2):
+            return super().both(q)
+        value = q.rsqrt() if self.s == 1 else q.reciprocal()
+        slope = (value / q).mul_(-self.factor * self.s / 2)
+        return value if self.factor == 1 else value * self.factor, slope
+
+
+@dataclass(frozen=True)
+class Gaussian(Potential):
+    r"""Gaussian kernel :math:`\exp(-t z^2)` of the chord z."""
+
+    t: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_range("t", self.t, 0, open_low=True)
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """Value at squared chords."""
+        return (-self.t * q).exp()
+
+    def slope(self, q: Tensor) -> Tensor:
+        """Derivative by the squared chord."""
+        return (-self.t * q).exp() * -self.t
+
+
+KINDS: tuple[type[Potential], ...] = (Riesz, Gaussian)
+
+
+def decode(code: Sequence[float]) -> Potential:
+    """The potential with this code."""
+    return KINDS[int(code[0])](*code[1:])

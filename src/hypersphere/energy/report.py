@@ -1,0 +1,182 @@
+"""How evenly the neurons of each layer of a model are spread, beside what is possible and what chance gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hypersphere.energy.layers import Neurons, Selection, select
+from hypersphere.energy.pairs import directions, pair_counts, pair_sums
+from hypersphere.energy.potentials import Riesz
+from hypersphere.energy.theory import floor_energy, random_energy
+from hypersphere.errors import ArgumentError
+from hypersphere.geometry import angle, at_least_float32, full_precision
+
+_TILE = 2**24
+"""Most cosines that are held at a time."""
+
+
+class Row(NamedTuple):
+    """The energy of one layer.
+
+    Attributes:
+        name: Name in the model.
+        role: ``"hidden"`` or ``"output"``.
+        groups: Number of matrices: groups of a convolution, heads of attention. Energies are means over them.
+        n: Neurons in each.
+        d: Numbers in a neuron.
+        energy: Mean energy over pairs.
+        floor: What no such set of neurons falls below (:func:`hypersphere.energy.theory.floor_energy`).
+        random: What random directions have on average (:func:`hypersphere.energy.theory.random_energy`).
+        zeros: Neurons that are zero; they have no direction and count in no pair.
+        angle: Smallest angle between two neurons of a group, in degrees; in half space between their lines. Not a
+            number where there are no two.
+    """
+
+    name: str
+    role: str
+    groups: int
+    n: int
+    d: int
+    energy: float
+    floor: float
+    random: float
+    zeros: int
+    angle: float
+
+    @property
+    def excess(self) -> float:
+        """Energy above the floor."""
+        return self.energy - self.floor
+
+    @property
+    def percent(self) -> float:
+        """Energy above the floor, in percent of the floor."""
+        return 100 * self.excess / abs(self.floor) if self.floor else math.nan
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The energies of the layers of a model; prints as a table.
+
+    Attributes:
+        rows: One for each layer.
+        s: Riesz exponent.
+        half_space: Whether opposite directions count as equal in hidden layers.
+        angular: Whether angles are the distances.
+    """
+
+    rows: tuple[Row, ...]
+    s: float
+    half_space: bool
+    angular: bool
+
+    def __str__(self) -> str:
+        head = ("name", "role", "groups", "n", "d", "energy", "floor", "random", "excess", "%", "zeros", "angle")
+        cells: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            energies = (f"{value:z.5f}" for value in (row.energy, row.floor, row.random, row.excess))
+            percent = "-" if math.isnan(row.percent) else f"{row.percent:z.2f}"
+            smallest = "-" if math.isnan(row.angle) else f"{row.angle:.1f}"
+            sizes = (str(size) for size in (row.groups, row.n, row.d))
+            cells.append((row.name, row.role, *sizes, *energies, percent, str(row.zeros), smallest))
+        width = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = []
+        for texts in cells:
+            padded = [text.ljust(width[i]) if i < 2 else text.rjust(width[i]) for i, text in enumerate(texts)]
+            lines.append("  ".join(padded).rstrip())
+        space = "half space (output: full)" if self.half_space else "full space"
+        lines.append(f"mean energy over pairs, s = {self.s:g}, {'angles' if self.angular else 'chords'}, {space}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+@torch.no_grad()
+def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Report:
+    """How evenly the neurons of every layer are spread.
+
+    A wide layer starts within 2 % of the least energy there is, so that only the excess over the floor says something.
+    Nothing of the model is changed.
+
+    Args:
+        model: The model, or layers of one.
+        energy: A regulariser with a Riesz potential, such as :class:`hypersphere.energy.MHE`, whose exponent, distance
+            and space are taken; by default s = 2, chords, full space. The output layer is always in full space.
+
+    Example:
+        >>> layer = nn.Linear(8, 4)
+        >>> _ = nn.init.orthogonal_(layer.weight)
+        >>> report(nn.Sequential(nn.Flatten(), layer, nn.ReLU()))
+        name  role    groups  n  d   energy    floor   random   excess     %  zeros  angle
+        1     output       1  4  8  0.50000  0.37500  0.60000  0.12500  33.33      0   90.0
+        mean energy over pairs, s = 2, chords, full space
+    """
+    potential = Riesz() if energy is None else getattr(energy, "potential", None)
+    if not isinstance(potential, Riesz):
+        raise ArgumentError("energy", f"must have a Riesz potential, got {type(energy).__name__}")
+    plain, half_space = Riesz(potential.s, potential.angular), bool(getattr(energy, "half_space", False))
+    if isinstance(model, Selection):
+        return Report(tuple(_row(layer, plain, half_space) for layer in model), plain.s, half_space, plain.angular)
+    # Some parametrisations change when they are computed in training mode.
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        choose: Callable[[nn.Module], Selection] = getattr(energy, "select", select)
+        return report(choose(model), energy)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _row(layer: Neurons, potential: Riesz, half_space: bool) -> Row:
+    half_space = half_space and layer.role != "output"
+    matrices = at_least_float32(layer.matrices().detach())
+    groups, n, d = matrices.shape
+    with full_precision(matrices):
+        means = pair_sums(matrices, potential, half_space=half_space) / pair_counts(matrices, half_space)
+        units, inverse = directions(matrices, 0.0)
+        valid = (inverse != 0).squeeze(2)
+        smallest = math.degrees(_smallest_angle(units, valid, half_space))
+    counts: list[int] = valid.sum(1).tolist()
+    s, angular = potential.s, potential.angular
+    floors = [floor_energy(count, d, s, half_space=half_space, angular=angular) for count in counts]
+    chances = [random_energy(s, d, half_space=half_space, angular=angular, n=count) for count in counts]
+    return Row(
+        layer.name,
+        layer.role,
+        groups,
+        n,
+        d,
+        means.double().mean().item(),
+        math.fsum(floors) / groups,
+        math.fsum(chances) / groups,
+        groups * n - sum(counts),
+        smallest,
+    )
+
+
+def _smallest_angle(units: Tensor, valid: Tensor, half_space: bool) -> float:
+    """Smallest angle between two directions of one matrix, or between two lines."""
+    groups, n, _ = units.shape
+    best, pair = -math.inf, None
+    tile = max(1, _TILE // max(groups * n, 1))
+    for start in range(0, n, tile):
+        cosines = units[:, start : start + tile] @ units.mT
+        if half_space:
+            cosines.abs_()
+        cosines.masked_fill_(~(valid[:, start : start + tile, None] & valid[:, None]), -math.inf)
+        cosines.diagonal(start, 1, 2).fill_(-math.inf)
+        top, index = cosines.flatten().max(0)
+        if top.item() > best:
+            group, row, column = (int(i) for i in torch.unravel_index(index, cosines.shape))
+            best, pair = top.item(), (units[group, start + row], units[group, column])
+    if pair is None:
+        return math.nan
+    found = angle(pair[0].cpu().double(), pair[1].cpu().double()).item()
+    return min(found, math.pi - found) if half_space else found
