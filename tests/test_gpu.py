@@ -100,7 +100,9 @@ def test_decoupled_layers_in_a_captured_step(tmp_path):
     """The running mean of patch norms moves in the graph, the kernels are projected behind it."""
     plain, _ = fit(tmp_path / "plain", "train.capture=false", *DECOUPLED)
     captured, _ = fit(tmp_path / "captured", "train.capture=true", *DECOUPLED)
-    assert largest_difference(plain, captured) < 1e-2
+    # Sums in another order grow apart from step to step; a statistic that stood still in the graph is off by far more.
+    assert largest_difference(plain[:10], captured[:10]) < 1e-2
+    assert largest_difference(plain, captured) < 5e-2
     states = [
         safetensors.torch.load_file(RunFolder.open(tmp_path / name).latest_checkpoint() / "state.safetensors")
         for name in ("plain", "captured")

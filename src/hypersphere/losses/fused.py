@@ -219,6 +219,7 @@ def log_sum_exp(
         The log-sum-exp, and weights ``(C, D)`` in fp16 with inverse norms ``(C,)`` (empty unless kept).
     """
     samples, dim = units.shape
+    scale, labels = scale.contiguous(), labels.contiguous()  # one number for all samples may be a view of it
     x = TensorDescriptor.from_tensor(units.to(torch.float16).contiguous(), [TILE, DEPTH])
     prepared = _prepare(weight, unit) if keep else None
     found = []
@@ -279,6 +280,7 @@ def gradients(
         by_weight: ``(C, D)`` in float32, or ``None`` where it is not wanted.
     """
     samples, dim = units.shape
+    scale, labels, result = scale.contiguous(), labels.contiguous(), result.contiguous()
     share = grad_result * scale
     # Gradients scaled by a loss scaler or a mean over many samples must fit fp16: only their ratios are put in it.
     most = share.abs().amax()
