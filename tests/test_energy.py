@@ -251,6 +251,7 @@ def test_weighted_vectors_by_the_definition(half_space, seed, s):
     x, beta = random_rows(5, 3, seed=seed), 0.5 + random_rows(5, seed=seed + 1).abs()
     expected = plain_energy(x.tolist(), s, half_space, beta=beta.tolist())
     assert energy(x, s, half_space=half_space, beta=beta) == pytest.approx(expected, rel=1e-8, abs=1e-8)
+    assert not hyperspherical_energy(x, s, beta=beta.requires_grad_()).requires_grad
     ones = energy(x, s, half_space=half_space, beta=torch.ones(5))
     assert ones == pytest.approx(energy(x, s, half_space=half_space), rel=1e-12)
 
@@ -406,7 +407,9 @@ def test_gradients(s, options):
     assert torch.autograd.gradcheck(lambda v: hyperspherical_energy(v, s, **options), (x,))
 
 
-@pytest.mark.parametrize("options", [*FORMS, HALF | {"eps": 0.3}, {"beta": BETA}, HALF | {"beta": BETA}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*FORMS, HALF | {"eps": 0.3}, {"beta": BETA}, HALF | {"beta": BETA, "eps": 0.3}], ids=str
+)
 @pytest.mark.parametrize("s", [0, 2.5])
 def test_second_derivatives(s, options):
     x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
@@ -444,8 +447,10 @@ def test_slopes_of_potentials(potential):
 
 
 def test_a_gradient_that_stays_in_the_graph_is_the_same():
-    x = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
-    for options in FORMS:
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    x[1, 2] = 0
+    x.requires_grad_()
+    for options in (*FORMS, SUM, HALF_ARC | {"eps": 0.3}, {"beta": BETA}, HALF | {"beta": BETA, "eps": 0.3}):
         value = hyperspherical_energy(x, 1, **options).sum()
         (plain,) = torch.autograd.grad(value, x, retain_graph=True)
         (kept,) = torch.autograd.grad(value, x, create_graph=True)
@@ -765,8 +770,9 @@ def test_compiled_with_weights_and_padded_norms():
 def test_operation_keeps_what_custom_operations_promise():
     code = Riesz(2.0).code()
     for half_space, grad in itertools.product((False, True), repeat=2):
-        arguments = (torch.randn(2, 4, 3), None, code, half_space, 0.0, True, grad)
-        torch.library.opcheck(pairs._pair_sums, arguments, test_utils=("test_schema", "test_faketensor"))
+        for x in (torch.randn(2, 4, 3), torch.randn(3, 4, 2).mT, torch.randn(4, 2, 3).transpose(0, 1)):
+            arguments = (x, None, code, half_space, 0.0, True, grad)
+            torch.library.opcheck(pairs._pair_sums, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 # Parts of a layer.

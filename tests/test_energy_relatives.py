@@ -739,10 +739,11 @@ def test_captured_on_a_gpu(name):
 def test_many_classes_on_a_gpu():
     weight = torch.randn(100_000, 64, generator=torch.Generator().manual_seed(0)).cuda().requires_grad_()
     labels = torch.arange(512, device="cuda") * 7
+    before = torch.cuda.memory_allocated()  # graphs of other tests may be alive
     torch.cuda.reset_peak_memory_stats()
     value = batch_versus_all(weight, labels)
     (gradient,) = torch.autograd.grad(value, weight)
-    assert torch.cuda.max_memory_allocated() < 8e8
+    assert torch.cuda.max_memory_allocated() - before < 8e8
     rows = weight.detach().double()
     units = normalise(rows)
     q = (2 - 2 * units[labels] @ units.mT).scatter(1, labels.unsqueeze(1), math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -209,6 +210,17 @@ def test_verification_takes_evenly_spaced_samples_of_many(monkeypatch):
     assert evaluations.create("verification", given) == {"eer": equal_error_rate(*pair_scores(features, labels))}
 
 
+def test_accuracy_of_every_class_and_of_the_rare_ones():
+    labels = torch.tensor([0, 0, 1, 1, 1, 3])
+    guesses = torch.tensor([0, 2, 1, 1, 0, 3])
+    given = Outputs(torch.ones(6, 2), torch.eye(4)[guesses], labels, torch.ones(4, 2))
+    assert evaluations.create("per-class", given) == {"accuracy/0": 0.5, "accuracy/1": 2 / 3, "accuracy/3": 1.0}
+    assert evaluations.create("rare", given) == {}
+    for counts, expected in [([4, 10, 3, 5], 0.5), ([4, 3, 1, 10], (0.5 + 2 / 3) / 2), ([5, 5, 9, 10], None)]:
+        found = evaluations.create("rare", dataclasses.replace(given, class_counts=torch.tensor(counts)))
+        assert found == ({} if expected is None else {"rare_accuracy": pytest.approx(expected)})
+
+
 def test_energy_of_the_classifier():
     """Three unit vectors at right angles: all pairs sqrt(2) apart, so 1 / 2 with s = 2."""
     found = evaluations.create("energy", outputs(torch.randn(3, 3), [0, 1, 2], weight=torch.diag(torch.arange(1.0, 4))))
@@ -226,7 +238,7 @@ def test_measure_joins_the_named_evaluations():
     assert measure(given, []) == {}
     assert set(measure(given, ["energy", "verification"])) == {"energy", "eer"}
     everything = measure(given, evaluations)
-    assert set(everything) == set(METRICS) | {"cross_entropy"}
+    assert set(everything) == set(METRICS) | {"cross_entropy", "accuracy/0", "accuracy/1", "accuracy/2"}
     assert all(isinstance(value, float) for value in everything.values())
     with pytest.raises(UnknownNameError, match=r"unknown evaluation 'angels'\. Did you mean 'angles'\?"):
         measure(given, ["angels"])

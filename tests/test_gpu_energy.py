@@ -50,7 +50,7 @@ def value_and_gradient(x, potential, half_space):
 
 @pytest.mark.parametrize("half_space", [False, True])
 @pytest.mark.parametrize("potential", POTENTIALS, ids=range(len(POTENTIALS)))
-@pytest.mark.parametrize("shape", [(3, 37, 20), (1, 2, 3), (5, 300, 96), (1, 6000, 16), (1, 9000, 72), (1, 4500, 512)])
+@pytest.mark.parametrize("shape", [(3, 37, 20), (1, 2, 3), (5, 300, 96), (1, 6000, 16), (1, 9000, 72)])
 def test_kernels_agree_with_float64(shape, potential, half_space):
     x = vectors(*shape)
     wanted, wanted_gradient = value_and_gradient(x, potential, half_space)  # the torch code
@@ -62,6 +62,14 @@ def test_kernels_agree_with_float64(shape, potential, half_space):
     assert bool((off <= 1e-2 * lengths + 1e-3 * lengths.median()).all())
     assert float(off.norm() / lengths.norm()) < (3e-3 if many else 3e-4)
     assert shape[1] <= 30 or not gradient[:, 5].any()
+
+
+def test_gradients_of_many_wide_vectors():
+    x = vectors(1, 10_000, 512)
+    wanted, wanted_gradient = value_and_gradient(x, Riesz(2.0), True)
+    found, gradient = value_and_gradient(x.float(), Riesz(2.0), True)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    assert float((gradient - wanted_gradient).norm() / wanted_gradient.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("n", [300, 5000])

@@ -21,7 +21,7 @@ def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/layers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/layers.md", "docs/energy.md"])
 def test_python_blocks_run(tmp_path, page):
     """In a fresh interpreter: what other tests have imported must not help."""
     found = blocks("python", (ROOT / page).read_text())

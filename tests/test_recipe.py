@@ -78,14 +78,14 @@ TOP = "name, help, seed, data, model, convert, project, loss, regularisers, opti
             "data:\n  batchsize: 3\n",
             2,
             "data.batchsize is not a known key. Did you mean 'batch_size'? Allowed: test_fraction, split_seed, "
-            "batch_size, hold_out, normalise, augment, workers",
+            "batch_size, hold_out, imbalance, normalise, augment, workers",
             id="own keys of a part are allowed beside its options",
         ),
         pytest.param(
             "regularisers:\n  - name: mhe\n    weigth: 3\n",
             3,
             "regularisers.0.weigth is not a known key. Did you mean 'weight'? "
-            "Allowed: s, half_space, reduction, weight, target",
+            f"Allowed: {', '.join(option.name for option in energies['mhe'].options)}, weight, target, schedule",
             id="unknown option of a regulariser",
         ),
         pytest.param(
@@ -250,7 +250,7 @@ def test_mistake_names_file_line_key_and_remedy(write, text, line, message):
         ("model:\n  name: plain_cn\n", "model.name", "unknown model 'plain_cn'. Did you mean 'plain-cnn'? Known: "),
         ("loss:\n  name: arcfase\n", "loss.name", "unknown loss 'arcfase'. Did you mean 'arcface'? Known: "),
         ("convert:\n  name: tahn\n", "convert.name", "unknown operator 'tahn'. Did you mean 'tanh'? Known: "),
-        ("regularisers:\n- name: mh\n", "regularisers.0.name", "unknown energy 'mh'. Did you mean 'mhe'? Known: "),
+        ("regularisers:\n- name: mhee\n", "regularisers.0.name", "unknown energy 'mhee'. Did you mean 'mhe'? Known: "),
         (
             "evaluate:\n  metrics: [angels]\n",
             "evaluate.metrics.0",
@@ -534,7 +534,7 @@ def test_embedded_help_is_that_of_the_recipe():
     [
         [],
         ["optimiser.lr=1e-5", "optimiser.betas=[0.5, 0.25]", "train.ema=0.9", "data.augment.crop=4"],
-        ["regularisers=[{name: mhe, weight: 1e-3, s: 0}, {name: mhe, target: head, half_space: true}]"],
+        ["regularisers=[{name: mhe, weight: 1e-3, s: 0}, {name: mhe, target: all, half_space: true}]"],
         ["data.hold_out=['1e5', 7, '7', 'null', 'true', '1.5']", "help='1e5'", "name='2e2'"],
         ["model={name: plain-cnn, widths: [4, 8]}", "loss={name: softmax, bias: false}"],
         ["convert={name: mix, parts: [[1, sphere], [0.5, log]], include: ['features.*']}", "project.every=3"],
@@ -574,6 +574,9 @@ def test_yaml_has_every_default(write):
         "project.every=5",
         "data.augment.crop_mode=reflect",
         "evaluate.recalibrate=2",
+        "evaluate.energy=true",
+        "data.imbalance.graded=5",
+        "data.imbalance.keep={0: 5}",
     ],
 )
 def test_hash_changes_with_what_determines_the_result(override):
@@ -591,6 +594,12 @@ RECORDED = {
     "cifar10-a-softmax": "3cb121a63eb2",
     "cifar10-ga-softmax": "6173c22c73a3",
     "cifar10-l-softmax": "940432fa9653",
+    "cifar10-spherenet": "1cbcf7a4b5e1",
+    "cifar100-cnn9": "31af6ceead42",
+    "cifar100-cnn9-dc": "9a65d831d163",
+    "cifar100-cnn9-dc-short": "c2031bd5ee0f",
+    "cifar100-cnn9-short": "159198ea09a7",
+    "cifar100-resnet32-dc": "76c3b753a4a8",
     "digits-64": "0242cde87b56",
     "digits-64-a-softmax": "8fa187bb65a9",
     "digits-64-arcface": "bb3ded0e2f4f",
@@ -599,7 +608,9 @@ RECORDED = {
     "digits-64-sphereface-plus": "3d0141d6491e",
     "digits-a-softmax": "2634f3acaadd",
     "digits-arcface": "68335f93a967",
+    "digits-dcnet": "2b75b8493d06",
     "digits-softmax": "53c7b0c2b0df",
+    "digits-spherenet": "826388c03484",
     "mnist-l-softmax": "620b1c9721bd",
 }
 
@@ -608,6 +619,15 @@ RECORDED = {
 def test_hash_is_that_of_recorded_results(name):
     """A key that is new must leave the hash alone where it changes nothing: add it to ``recipe._LATER``."""
     assert recipe.load(name).hash == RECORDED[name]
+
+
+def test_keys_of_regularisers_change_the_hash_where_they_change_something():
+    def of(*options):
+        return recipe.load("digits-softmax", [f"regularisers=[{{{', '.join(('name: orthogonal', *options))}}}]"]).hash
+
+    others = ["schedule: {warmup: 3}", "hidden_weight: 2", "output_weight: 2", "target: all", "weight: 2"]
+    assert len({of(), *map(of, others)}) == 1 + len(others)
+    assert of("schedule: null", "hidden_weight: 1", "output_weight: 1.0", "target: model") == of()
 
 
 def test_hash_without_seed():

@@ -40,7 +40,7 @@ EVERYTHING = [
     "schedule.name=cosine",
     "schedule.warmup=5",
     "evaluate.every=7",
-    "regularisers=[{name: mhe, weight: 0.1, target: head}, {name: mhe, weight: 0.01, s: 1}]",
+    "regularisers=[{name: mhe, weight: 0.1, target: head}, {name: mhe, weight: 0.01, s: 1, hidden_weight: 1}]",
 ]
 
 
@@ -249,7 +249,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path, 
 def test_the_term_that_diverges_is_named(tmp_path):
     class Spoil(Callback):
         def on_start(self, trainer, step):
-            trainer._step.objective.weights["mhe"] = (float("inf"), "head")
+            trainer._step.objective.weights[0] = float("inf")
 
     with pytest.raises(DivergedError, match=r"step 1: 'mhe' became inf"):
         trainer(tmp_path / "run", plan(), Spoil()).fit()

@@ -118,6 +118,19 @@ def plot_hardness(
     _write(figure, output or folder.path / "hardness.png")
 
 
+@plot_app.command("energy")
+def plot_energy(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="folders of runs; those of one name are one line in its band")
+    ],
+    output: Output = None,
+) -> None:
+    """Draw the energy of the layers of runs over the training steps (runs with evaluate.energy=true)."""
+    folders = [RunFolder.open(run).path for run in runs]
+    default = folders[0] / "energy.png" if len(folders) == 1 else Path("energy.png")
+    _write(_plots().energy_curves(folders), output or default)
+
+
 @plot_app.command("operators")
 def plot_operators(
     names: Annotated[

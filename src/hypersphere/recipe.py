@@ -62,11 +62,26 @@ class Part(BaseModel):
         return dict(self.model_extra or {})
 
 
+class Schedule(_Section):
+    """A learning rate, or the weight of a regulariser, over the steps."""
+
+    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
+    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where it is multiplied")
+    factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
+    final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last value as a share of the first")
+    warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
+
+
 class Regulariser(Part):
-    """A term added to the loss: ``weight`` times an energy of the model's or the head's weights."""
+    """A term added to the loss: ``weight`` times an energy of weights.
+
+    ``target`` says of which: the ``model``'s layers, all of them hidden ones; the ``head``'s, the output layer; or
+    ``all`` of them.
+    """
 
     weight: float = Field(1.0, ge=0)
-    target: Literal["model", "head"] = "model"
+    target: Literal["model", "head", "all"] = "model"
+    schedule: Schedule | None = Field(None, description="of the weight; by default it stays as it is")
 
 
 class Convert(Part):
@@ -113,12 +128,37 @@ class Augment(_Section):
     vertical_flip: bool = Field(False, description="mirror up and down with probability 1/2")
 
 
+class Imbalance(_Section):
+    """Classes that are made rare: the arguments of :meth:`hypersphere.data.Dataset.imbalanced`."""
+
+    keep: dict[int | str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="class -> how many of its training images are left, or below 1 which share"
+    )
+    graded: int = Field(0, ge=0, description="class k is left with k + 1 times so many; 0: with all")
+    seed: int = Field(0, ge=0, description="seed of the choice, apart from that of the run")
+
+    @pydantic.field_validator("keep", mode="before")
+    @classmethod
+    def _whole_numbers_are_indices(cls, value: Any) -> Any:
+        # JSON has no keys but texts, and a recipe is to come back as it was.
+        return {_key(str(key)): count for key, count in value.items()} if isinstance(value, Mapping) else value
+
+    @pydantic.field_validator("keep")
+    @classmethod
+    def _counts_are_whole(cls, value: dict[int | str, float]) -> dict[int | str, float]:
+        for name, count in value.items():
+            if count > 1 and not count.is_integer():
+                raise ValueError(f"must be whole numbers or shares below 1, got {count:g} for {name!r}")
+        return value
+
+
 class Data(Part):
     """The data set and how batches are drawn from it."""
 
     name: str = "digits"
     batch_size: int = Field(128, ge=1, description="images a step, over all processes")
     hold_out: tuple[int | str, ...] = Field((), description="classes kept out of training, for verification")
+    imbalance: Imbalance = Imbalance()
     normalise: Literal["channel", "pixel", "half", "none"] = Field(
         "channel",
         description="subtract the mean of each channel (and divide by its spread) or of each pixel; "
@@ -143,16 +183,6 @@ class Optimiser(_Section):
         "k are spared in any case",
     )
     head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
-
-
-class Schedule(_Section):
-    """The learning rate over the steps."""
-
-    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
-    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where the rate is multiplied")
-    factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
-    final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last rate as a share of the first")
-    warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
 
 
 class Train(_Section):
@@ -182,6 +212,7 @@ class Evaluate(_Section):
         ge=0,
         description="also measure the accuracy with normalisation statistics estimated anew from so many batches",
     )
+    energy: bool = Field(False, description="also write down the energy of every layer, beside its least and random")
 
 
 _HOUSEKEEPING: dict[str, Any] = {
@@ -195,7 +226,9 @@ _LATER: dict[tuple[str, ...], Any] = {
     ("convert",): None,
     ("project",): {"every": 0, "s": 1.0},
     ("data", "augment", "crop_mode"): "zeros",
+    ("data", "imbalance"): {"keep": {}, "graded": 0, "seed": 0},
     ("evaluate", "recalibrate"): 0,
+    ("evaluate", "energy"): False,
     **{
         ("model", option): value
         for option, value in {
@@ -206,6 +239,11 @@ _LATER: dict[tuple[str, ...], Any] = {
     },
 }
 """Keys that were added after results had been recorded, with what means "as before": that is left out of the hash."""
+
+_LATER_OF_REGULARISERS: dict[str, Any] = {
+    **{"schedule": None, "hidden_weight": 1.0, "output_weight": 1.0, "angular": False, "eps": 0.0},
+}
+"""The same of every regulariser."""
 
 
 class Recipe(_Section):
@@ -245,6 +283,10 @@ class Recipe(_Section):
                 section = section[name]
             if key in section and section[key] == before:
                 del section[key]
+        for part in content["regularisers"]:
+            for key, before in _LATER_OF_REGULARISERS.items():
+                if key in part and part[key] == before:
+                    del part[key]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
@@ -350,10 +392,10 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
             mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
     if recipe.convert is not None:
         updates["convert"] = _resolve(recipe.convert, operators, ("convert",), places, mistakes)
+    recipe = recipe.model_copy(update=updates)
     mistakes += _contradictions(recipe, places)
     if mistakes:
         raise RecipeError("\n".join(mistakes))
-    recipe = recipe.model_copy(update=updates)
     recipe._places = places
     # Heads, energies and operators are cheap to build: ranges are checked now, not after the data has been loaded.
     # A list holds one number for each class; the data will tell whether there are as many.
@@ -368,12 +410,14 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
 
 def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]:
     """Mistakes that take two values to see."""
-    found = []
-    steps, schedule = recipe.train.steps, recipe.schedule
-    if schedule.name == "steps" and not schedule.milestones:
-        found.append(_describe(places, ("schedule", "milestones"), "must be given for the schedule 'steps'"))
-    if list(schedule.milestones) != sorted(set(schedule.milestones)):
-        found.append(_describe(places, ("schedule", "milestones"), f"must increase, got {list(schedule.milestones)}"))
+    found = _schedule_mistakes(recipe.schedule, ("schedule",), recipe.train.steps, places)
+    for index, part in enumerate(recipe.regularisers):
+        place: Location = ("regularisers", index)
+        if part.schedule is not None:
+            found += _schedule_mistakes(part.schedule, (*place, "schedule"), recipe.train.steps, places)
+        if part.target == "head" and part.options.get("half_space"):
+            message = "must be false for the target 'head': an output layer is full space (use target all or model)"
+            found.append(_describe(places, (*place, "half_space"), message))
     if recipe.optimiser.nesterov and not recipe.optimiser.momentum:
         found.append(_describe(places, ("optimiser", "nesterov"), "needs optimiser.momentum above 0"))
     if recipe.loss.options.get("reduction") == "none":
@@ -386,9 +430,20 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.project.every and weighting != "none":
         message = f"must be 0 with convert.weighting = {weighting!r}, where the norm of the kernels counts"
         found.append(_describe(places, ("project", "every"), message))
+    return found
+
+
+def _schedule_mistakes(schedule: Schedule, location: Location, steps: int, places: Mapping[Location, str]) -> list[str]:
+    """What is wrong with the schedule at ``location`` of a run of so many steps."""
+    found = []
+    if schedule.name == "steps" and not schedule.milestones:
+        found.append(_describe(places, (*location, "milestones"), "must be given for the schedule 'steps'"))
+    if list(schedule.milestones) != sorted(set(schedule.milestones)):
+        message = f"must increase, got {list(schedule.milestones)}"
+        found.append(_describe(places, (*location, "milestones"), message))
     if schedule.warmup > steps:
         message = f"must not exceed train.steps = {steps}, got {schedule.warmup}"
-        found.append(_describe(places, ("schedule", "warmup"), message))
+        found.append(_describe(places, (*location, "warmup"), message))
     return found
 
 

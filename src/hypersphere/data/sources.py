@@ -24,13 +24,21 @@ ROOT_VARIABLE = "HYPERSPHERE_DATA"
 datasets: Registry[Dataset] = Registry("dataset", positional=("root",))
 
 
-def load(name: str, root: Path | None = None, *, hold_out: Sequence[int | str] = (), **options: Any) -> Dataset:
+def load(
+    name: str,
+    root: Path | None = None,
+    *,
+    hold_out: Sequence[int | str] = (),
+    imbalance: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
     """Load a data set.
 
     Args:
         name: One of ``datasets``.
         root: Data root to search instead of the usual ones (see :func:`data_roots`).
         hold_out: Classes, by index or name, to keep for open-set verification (see :meth:`Dataset.hold_out`).
+        imbalance: Arguments of :meth:`Dataset.imbalanced`, which makes classes rare in training.
         **options: Options of that data set.
 
     Example:
@@ -38,7 +46,8 @@ def load(name: str, root: Path | None = None, *, hold_out: Sequence[int | str] =
         >>> digits.train.shape, len(digits.class_names)
         ((1, 8, 8), 10)
     """
-    data = datasets.create(name, root, **options).hold_out(hold_out)
+    data = datasets.create(name, root, **options)
+    data = (data.imbalanced(**imbalance) if imbalance else data).hold_out(hold_out)
     for part, split in (("training", data.train), ("test", data.test)):
         if not len(split):
             raise DataError(f"{name} has no {part} images: add some, or change test_fraction")

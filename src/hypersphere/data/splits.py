@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -178,14 +178,47 @@ class Dataset:
             unseen_names=(*self.unseen_names, *(self.class_names[i] for i in held)),
         )
 
-    def _class_index(self, name: int | str) -> int:
+    def imbalanced(self, keep: Mapping[int | str, float], *, graded: int = 0, seed: int = 0) -> Dataset:
+        """Leave only part of the training images of some classes.
+
+        Which images are left of a class depends on the seed and on how many, not on the other classes, and of two
+        numbers the larger leaves those of the smaller one, too. Testing stays as it is.
+
+        Args:
+            keep: Index or name of a class -> how many of its images are left, or below 1 which share.
+            graded: Number of images left of class 0; class k is left ``graded * (k + 1)``. 0: all.
+            seed: Seed of the choice.
+
+        Example:
+            >>> from hypersphere.data import load
+            >>> load("digits").imbalanced({0: 5}).train.labels.bincount()[:3].tolist()
+            [5, 127, 124]
+        """
+        labels = self.train.labels
+        counts = labels.bincount(minlength=len(self.class_names))
+        left = torch.arange(1, len(counts) + 1) * graded if graded else counts.clone()
+        for name, amount in keep.items():
+            index = self._class_index(name, "keep")
+            left[index] = amount if amount >= 1 else round(amount * int(counts[index]))
+        for index in (left > counts).nonzero().flatten().tolist():
+            raise ArgumentError(
+                "graded" if graded else "keep",
+                f"asks for {left[index]} images of {self.class_names[index]!r}, which has {counts[index]}",
+            )
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        by_class = order[labels[order].argsort(stable=True)]
+        place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[by_class]]  # within the class
+        chosen = by_class[place < left[labels[by_class]]].sort().values
+        return replace(self, train=self.train.select(chosen, labels[chosen]))
+
+    def _class_index(self, name: int | str, argument: str = "hold_out") -> int:
         if isinstance(name, str) and name in self.class_names:
             return self.class_names.index(name)
         if isinstance(name, int) and 0 <= name < len(self.class_names):
             return name
         hint = did_you_mean(name, self.class_names) if isinstance(name, str) else ""
         listed = ", ".join(f"{i} {known}" for i, known in enumerate(self.class_names))
-        raise ArgumentError("hold_out", f"has {name!r}, which is no class of {self.name!r}.{hint} Classes: {listed}")
+        raise ArgumentError(argument, f"has {name!r}, which is no class of {self.name!r}.{hint} Classes: {listed}")
 
     def _pick(self, split: Split, classes: Sequence[int]) -> Split:
         """The images of ``classes``, each labelled with the position of its class there."""

@@ -30,6 +30,7 @@ class Outputs:
         weight: ``(C, D)`` class weights.
         unseen_features: ``(M, D)`` features of held-out classes.
         unseen_labels: ``(M,)``.
+        class_counts: ``(C,)`` number of training images of each class.
     """
 
     features: Tensor
@@ -38,6 +39,7 @@ class Outputs:
     weight: Tensor
     unseen_features: Tensor | None = None
     unseen_labels: Tensor | None = None
+    class_counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,33 @@ def classification(outputs: Outputs) -> dict[str, float]:
     """Test accuracy and cross-entropy of the scores without margin."""
     loss = torch.nn.functional.cross_entropy(outputs.logits, outputs.labels)
     return {"accuracy": accuracy(outputs.logits, outputs.labels), "cross_entropy": float(loss)}
+
+
+@evaluations.register("per-class")
+def per_class(outputs: Outputs) -> dict[str, float]:
+    """Test accuracy of every class that has test samples: ``accuracy/0``, ``accuracy/1`` and so on."""
+    counts, shares = _class_accuracies(outputs)
+    return {f"accuracy/{index}": shares[index] for index, count in enumerate(counts) if count}
+
+
+@evaluations.register("rare")
+def rare(outputs: Outputs) -> dict[str, float]:
+    """Mean test accuracy of the classes with less than half the training images of the largest; none: no metric."""
+    trained = outputs.class_counts
+    if trained is None:
+        return {}
+    counts, shares = _class_accuracies(outputs)
+    few = (2 * trained < trained.max()).tolist()
+    found = [share for share, count, is_rare in zip(shares, counts, few, strict=True) if is_rare and count]
+    return {"rare_accuracy": sum(found) / len(found)} if found else {}
+
+
+def _class_accuracies(outputs: Outputs) -> tuple[list[int], list[float]]:
+    """Number of test samples of each class, and the share of right answers among them."""
+    classes = outputs.logits.shape[1]
+    counts = outputs.labels.bincount(minlength=classes)
+    right = outputs.labels[outputs.logits.argmax(1) == outputs.labels].bincount(minlength=classes)
+    return counts.tolist(), (right.double() / counts.clamp(min=1)).tolist()
 
 
 @evaluations.register("angles")

@@ -11,6 +11,7 @@ Example:
 """
 
 from hypersphere.plot.directions import gradients, target_gradient
+from hypersphere.plot.energy import energy_curves
 from hypersphere.plot.heads import Curves, annealed, curves, margins, schedule
 from hypersphere.plot.operators import (
     plot_angle_step,
@@ -29,6 +30,7 @@ __all__ = [
     "Curves",
     "annealed",
     "curves",
+    "energy_curves",
     "features",
     "gradients",
     "hardness",

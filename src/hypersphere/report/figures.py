@@ -12,7 +12,7 @@ import numpy as np
 
 from hypersphere.report import geometry
 from hypersphere.report.geometry import Floats
-from hypersphere.report.runs import Features, Run
+from hypersphere.report.runs import Energies, Features, Run
 
 Figure: TypeAlias = dict[str, Any]
 
@@ -33,6 +33,7 @@ GRID_PIXELS = 128  # about the side of a grid of filters, in pixels of its own
 FRAME = (136, 136, 136, 1)
 NORMS = ("grad_norm/", "weight_norm/")
 SCHEDULED = {"lr", "lambda", "m", "m1", "m2", "m3"}
+WEIGHT = "weight/"
 NOT_TERMS = {"step", "split", "total", *SCHEDULED}
 CURVE_TITLES = {
     "total": "Total loss",
@@ -43,13 +44,14 @@ CURVE_TITLES = {
     "m2": "Margin m2",
     "m3": "Margin m3",
     "accuracy": "Test accuracy (%)",
+    "rare_accuracy": "Test accuracy of the rare classes (%)",
     "accuracy_recalibrated": "Test accuracy, statistics estimated anew (%)",
     "mean_angle": "Mean test angle to own centre (°)",
     "min_centre_angle": "Smallest angle between class centres (°)",
     "eer": "Verification EER on unseen classes (%)",
     "energy": "Classifier energy",
 }
-PERCENT = {"accuracy", "accuracy_recalibrated", "eer"}
+PERCENT = {"accuracy", "accuracy_recalibrated", "eer", "rare_accuracy"}
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     train = [[row for row in run.metrics if row.get("split") == "train"] for run in runs]
     test = [[row for row in run.metrics if row.get("split") == "test"] for run in runs]
     train_keys, test_keys = _keys(train), _keys(test)
-    terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith(NORMS)]
+    terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith((*NORMS, WEIGHT))]
     losses = ["total"] if "total" in train_keys else []
     if len(terms) > 1 or not losses:  # a single term is the total
         losses += terms
-    others = [key for key in train_keys if key in SCHEDULED or key.startswith(NORMS)]
+    others = [key for key in train_keys if key in SCHEDULED or key.startswith((*NORMS, WEIGHT))]
     tests = [key for key in test_keys if key not in ("step", "split")]
     return (
         [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]
@@ -146,7 +148,9 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
         + [
             _curve(
                 key,
-                key.replace("grad_norm/", "Gradient norm: ").replace("weight_norm/", "Weight norm: "),
+                key.replace("grad_norm/", "Gradient norm: ")
+                .replace("weight_norm/", "Weight norm: ")
+                .replace(WEIGHT, "Weight of "),
                 train,
                 names,
                 log=True,
@@ -206,6 +210,66 @@ def layer_histograms(layers: Mapping[str, Floats]) -> tuple[Figure, str]:
         hovermode="closest",
     )
     return {"data": traces, "layout": layout}, f"From {low:.3g} to {high:.3g}; the line is the mean of each layer."
+
+
+def layer_energies(energies: Energies) -> tuple[Figure, str]:
+    """Excess energy of every layer over the steps, in percent of that of random directions."""
+    shares = 100 * energies.excess / energies.level
+    count = len(energies.layers)
+    traces = [
+        {"type": "scatter", "mode": "lines" if len(energies.steps) > 1 else "markers", "name": text(name)}
+        | {
+            "x": energies.steps.tolist(),
+            "y": numbers(shares[:, index]),
+            "customdata": numbers(energies.values[:, index], 6),
+        }
+        | {"line": {"color": shade(index, count), "width": 2}, "marker": {"color": shade(index, count)}}
+        | {"showlegend": False}
+        | {"hovertemplate": f"%{{y:.3~g}} % (energy %{{customdata}}, least {energies.floor[index]:.5g})"}
+        for index, name in enumerate(energies.layers)
+    ]
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 100, "y1": 100}
+    layout = _layout(
+        xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
+        yaxis={"automargin": True, "nticks": 6, "ticksuffix": " %", "rangemode": "tozero"},
+        hovermode="closest",
+        shapes=[line | {"line": {"color": "rgba(136,136,136,.9)", "width": 1.5, "dash": "dash"}}],
+    )
+    ends = f"from {energies.layers[0]} (blue) to {energies.layers[-1]} (orange)" if count > 1 else energies.layers[0]
+    started = [name for name, value in zip(energies.layers, energies.random, strict=True) if not math.isfinite(value)]
+    rest = f" These have no mean energy in {', '.join(started)}: there 100 % is the start." if started else ""
+    return {
+        "data": traces,
+        "layout": layout,
+    }, f"{count} layers, {ends}; {energies.kind}. Dashed: random directions.{rest}"
+
+
+def energy_sums(runs: Sequence[Run], names: Sequence[str]) -> Figure:
+    """Excess energy summed over the layers of each run, by step."""
+    traces = [
+        {"type": "scatter", "mode": "lines" if len(run.energies.steps) > 1 else "markers", "name": text(name)}
+        | {"x": run.energies.steps.tolist(), "y": numbers(run.energies.excess.sum(axis=1), 5)}
+        | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
+        | {"showlegend": len(runs) > 1, "hovertemplate": "%{y:.4~g}"}
+        for index, (name, run) in enumerate(zip(names, runs, strict=True))
+        if run.energies is not None
+    ]
+    layout = _layout(
+        xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
+        yaxis={"automargin": True, "nticks": 6, "rangemode": "tozero"},
+        hovermode="x unified",
+        legend=_legend(y=1.02, yanchor="bottom"),
+    )
+    return {"data": traces, "layout": layout}
+
+
+def shade(index: int, count: int) -> str:
+    """Colour of a layer by its depth: from blue over violet to orange, in equal steps."""
+    share = index / max(1, count - 1)
+    low, middle, high = ((63, 144, 218), (131, 45, 182), (231, 99, 0))
+    first, last, part = (low, middle, 2 * share) if share < 0.5 else (middle, high, 2 * share - 1)
+    mixed = (round(a + (b - a) * part) for a, b in zip(first, last, strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
 def filter_grid(filters: Floats) -> tuple[Figure, str]:

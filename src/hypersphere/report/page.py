@@ -30,6 +30,7 @@ def render(runs: Sequence[Run]) -> str:
             _spheres(runs, names, plots),
             _angles(runs, names, plots),
             _layers(runs, names, plots),
+            _energies(runs, names, plots),
             _curves(runs, names, plots),
             _details(runs, names),
         )
@@ -199,6 +200,25 @@ def _layers(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
         return ""
     content = "".join(_plot(plots, figure, kind, title, caption) for title, figure, caption, kind in drawn)
     return _section("layers", "Layers", text, f'<div class="grid">{content}</div>')
+
+
+def _energies(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    measured = [(name, run.energies) for name, run in zip(names, runs, strict=True) if run.energies is not None]
+    if not measured:
+        return ""
+    content = "".join(
+        _plot(plots, figure, "curve", f"Layers: {name}", caption)
+        for name, (figure, caption) in ((name, figures.layer_energies(energies)) for name, energies in measured)
+    )
+    content += _plot(plots, figures.energy_sums(runs, names), "curve", "Sum over the layers: energy above the least")
+    return _section(
+        "energy",
+        "Energy of the layers",
+        "How unevenly the neurons of a layer are spread over the sphere: their energy above the least that so many can "
+        "have. Wide layers start close to that, so that the difference alone tells something. 0 % is as even as can "
+        "be, 100 % what random directions have, where layers start.",
+        f'<div class="grid">{content}</div>',
+    )
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:

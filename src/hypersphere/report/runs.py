@@ -41,6 +41,40 @@ class Features:
 
 
 @dataclass(frozen=True)
+class Energies:
+    """Energies of layers while training.
+
+    Attributes:
+        steps: Steps ``(T,)``.
+        values: Mean energies over pairs of neurons ``(T, layers)``.
+        floor: What a layer of that size does not fall below, ``(layers,)``.
+        random: What random directions have on average, ``(layers,)``; may be infinite.
+        layers: Names of the layers.
+        kind: Which energy, in words.
+    """
+
+    steps: Ints
+    values: Floats
+    floor: Floats
+    random: Floats
+    layers: list[str]
+    kind: str
+
+    @property
+    def excess(self) -> Floats:
+        """Energies above the floor, ``(T, layers)``."""
+        return self.values - self.floor
+
+    @property
+    def level(self) -> Floats:
+        """Excess of random directions ``(layers,)``; where that is infinite or none, the excess at the first step."""
+        chance = self.random - self.floor
+        known = np.isfinite(chance) & (chance > 1e-9)
+        first = self.excess[0]
+        return np.where(known, chance, np.where(first > 0, first, 1.0))
+
+
+@dataclass(frozen=True)
 class Run:
     """What a run folder holds.
 
@@ -54,6 +88,7 @@ class Run:
         test: Test features; ``None`` before the first evaluation.
         unseen: Features of classes that were held out of training, where there are any.
         layers: What decoupled layers learned, by quantity (``radius``, ``k``) and name of the layer: a number a kernel.
+        energies: Energy of every layer at some steps; ``None`` where it was not written down.
         filters: Filters of the first convolution ``(n, channels, height, width)``, where it sees grey or colour images.
     """
 
@@ -67,6 +102,7 @@ class Run:
     unseen: Features | None
     layers: dict[str, dict[str, Floats]] = field(default_factory=dict)
     filters: Floats | None = None
+    energies: Energies | None = None
 
 
 def load_run(folder: Path) -> Run:
@@ -82,17 +118,19 @@ def load_run(folder: Path) -> Run:
             raise ReportError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     evaluation = folder / "evaluation.json"
+    metrics = _read_metrics(folder / "metrics.jsonl")
     tensors, metadata = _read_tensors(folder / "features.safetensors")
     return Run(
         folder=folder.resolve().name,
         facts=_read_object(folder / "run.json"),
         recipe=recipe,
         loss=_loss_name(folder / "recipe.yaml", recipe),
-        metrics=_read_metrics(folder / "metrics.jsonl"),
+        metrics=metrics,
         results=_read_object(evaluation).get("metrics", {}) if evaluation.is_file() else {},
         test=_features(tensors, "", metadata),
         unseen=_features(tensors, "unseen_", metadata),
         layers=_layers(tensors),
+        energies=_energies(folder, metrics),
         filters=tensors["filters"].astype(np.float64) if _drawable(tensors.get("filters")) else None,
     )
 
@@ -146,6 +184,27 @@ def _read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         if needed not in tensors:
             raise ReportError(f"{path} has no tensor {needed!r}; evaluate the run again")
     return tensors, metadata
+
+
+def _energies(folder: Path, metrics: list[dict[str, Any]]) -> Energies | None:
+    """Energies of the layers, from the rows of their split and the file that says what they compare with."""
+    rows = [row for row in metrics if row.get("split") == "energy"]
+    if not rows or not (folder / "energy.json").is_file():
+        return None
+    facts = _read_object(folder / "energy.json")
+    try:
+        layers = facts["layers"]
+        values = np.array([[float(row[f"energy/{name}"]) for name in layers] for row in rows])
+        floor, random = (np.array([float(layer[key]) for layer in layers.values()]) for key in ("floor", "random"))
+        space = "half space" if facts["half_space"] else "full space"
+        kind = f"s = {facts['s']:g}, {'angles, ' if facts['angular'] else ''}{space}"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(f"{folder / 'energy.json'} does not fit the metrics of the run ({error!r})") from error
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.any():
+        return None
+    steps = np.array([row["step"] for row in rows])
+    return Energies(steps[finite], values[finite], floor, random, list(layers), kind)
 
 
 def _features(tensors: dict[str, Any], prefix: str, metadata: dict[str, list[str]]) -> Features | None:

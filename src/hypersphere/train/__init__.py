@@ -1,12 +1,13 @@
 """Training: a recipe and data in, a run folder out."""
 
-from hypersphere.train.callbacks import Callback, ProgressBar, TensorBoard
+from hypersphere.train.callbacks import Callback, EnergyLog, ProgressBar, TensorBoard
 from hypersphere.train.run import RunError, RunFolder
 from hypersphere.train.trainer import DivergedError, Interrupted, Trainer, pick_device
 
 __all__ = [
     "Callback",
     "DivergedError",
+    "EnergyLog",
     "Interrupted",
     "ProgressBar",
     "RunError",

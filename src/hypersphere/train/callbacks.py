@@ -1,7 +1,8 @@
-"""What happens beside training: progress on the terminal, TensorBoard, and whatever a user adds."""
+"""What happens beside training: progress on the terminal, TensorBoard, energies, and whatever a user adds."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hypersphere.energy import Regulariser
+from hypersphere.train.run import atomic_write
 
 if TYPE_CHECKING:
     from hypersphere.train.trainer import Trainer
@@ -120,3 +124,43 @@ class TensorBoard(Callback):
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Close the event file."""
         self.writer.close()
+
+
+class EnergyLog(Callback):
+    """Writes down how evenly the neurons of every layer are spread, at the start and at every evaluation.
+
+    A row of the metrics with the split ``energy`` holds ``energy/LAYER`` of each layer, and ``energy.json`` in the run
+    folder what these are to be compared with: the least energy there is (``floor``) and that of random directions.
+    The recipe option ``evaluate.energy`` adds this callback.
+
+    Args:
+        energy: Energy to measure; by default in half space with s = 2, whatever the run minimises, so that runs can be
+            compared. The head, as output layer, is always measured in full space.
+
+    Example:
+        >>> from hypersphere.energy import MHE
+        >>> EnergyLog(MHE(s=0)).energy.half_space
+        False
+    """
+
+    def __init__(self, energy: Regulariser | None = None) -> None:
+        self.energy = energy
+
+    def on_start(self, trainer: Trainer, step: int) -> None:
+        """Write down where training starts, unless that was done before an interruption."""
+        if not any(row["split"] == "energy" for row in trainer.run.rows()):
+            self._write(trainer, step)
+
+    def on_evaluate(self, trainer: Trainer, row: Row) -> None:
+        """Write down the energies of what was evaluated."""
+        self._write(trainer, row["step"])
+
+    def _write(self, trainer: Trainer, step: int) -> None:
+        found = trainer.energies(self.energy)
+        trainer.run.append({"step": step, "split": "energy"} | {f"energy/{row.name}": row.energy for row in found.rows})
+        layers = {
+            row.name: {"role": row.role, "n": row.n, "d": row.d, "floor": row.floor, "random": row.random}
+            for row in found.rows
+        }
+        with atomic_write(trainer.run.path / "energy.json") as file:
+            json.dump({"s": found.s, "half_space": found.half_space, "angular": found.angular, "layers": layers}, file)

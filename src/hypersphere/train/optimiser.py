@@ -37,12 +37,12 @@ def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
 
 
 def parameter_groups(
-    model: nn.Module, head: nn.Module, recipe: Optimiser, device: torch.device
+    model: nn.Module, head: nn.Module, recipe: Optimiser, device: torch.device, regularisers: nn.Module | None = None
 ) -> list[dict[str, object]]:
     """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor.
 
     What weight decay spares is in groups of its own: ``-vectors``, the ``-kernels`` of decoupled layers whose norm does
-    not count, and the radii and steepnesses of their ``-operators``.
+    not count, the radii and steepnesses of their ``-operators``, and what regularisers learn.
     """
     groups: list[dict[str, object]] = []
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
@@ -63,6 +63,12 @@ def parameter_groups(
             for suffix, parameters in members.items()
             if parameters
         ]
+    learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
+    if learned:
+        rate = torch.tensor(recipe.lr, device=device)
+        groups.append(
+            {"name": "regularisers", "params": learned, "weight_decay": 0.0, "lr": rate, "base_lr": recipe.lr}
+        )
     return groups
 
 

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,7 @@ class RunFolder:
             recipe_hash=recipe.hash,
             seed=recipe.seed,
             version=code_version(),
-            command=" ".join(["hypersphere", *sys.argv[1:]]),
+            command=shlex.join(["hypersphere", *sys.argv[1:]]),
             environment=environment(device),
             data_root=None if data_root is None else str(data_root.resolve()),
             started=_now(),

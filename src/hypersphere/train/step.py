@@ -8,11 +8,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hypersphere.energy import Regulariser, Selection, select
+from hypersphere.energy.layers import neurons
+from hypersphere.errors import ArgumentError
 from hypersphere.train.batches import Batches, Preprocess
 from hypersphere.train.distributed import World
 from hypersphere.train.randomness import derive_seed, seed_default_generator
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def output_layer(head: nn.Module, target: str = "all") -> Selection:
+    """The weights of a head, a row a class, as an output layer.
+
+    Args:
+        head: The head.
+        target: The option that asks for it, for messages.
+    """
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ArgumentError("target", f"must be 'model' with a head that has no matrix of weights, got {target!r}")
+    if getattr(head, "centres", 1) > 1:
+        raise ArgumentError("target", f"must be 'model' with a head of several centres a class, got {target!r}")
+    return neurons("head", lambda: head.weight, "output", constant=not weight.requires_grad)  # type: ignore[arg-type, return-value]
 
 
 class Objective(nn.Module):
@@ -21,8 +39,10 @@ class Objective(nn.Module):
     Args:
         model: Images ``(B, C, H, W)`` to features ``(B, D)``.
         head: Features and labels to a loss.
-        regularisers: Title -> (energy, weight, what it is an energy of).
+        regularisers: Title -> (energy, weight, what it is an energy of: ``"model"``, ``"head"`` or ``"all"``).
     """
+
+    weights: Tensor
 
     def __init__(
         self, model: nn.Module, head: nn.Module, regularisers: Mapping[str, tuple[nn.Module, float, str]]
@@ -30,20 +50,43 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.head = model, head
         self.energies = nn.ModuleDict({title: energy for title, (energy, _, _) in regularisers.items()})
-        self.weights = {title: (weight, target) for title, (_, weight, target) in regularisers.items()}
+        # On the device, as learning rates are: a captured step follows what is filled in before it.
+        weights = torch.tensor([weight for _, weight, _ in regularisers.values()])
+        self.register_buffer("weights", weights, persistent=False)
+        self.targets = [self._target(energy, target) for energy, _, target in regularisers.values()]
+
+    def _target(self, energy: nn.Module, target: str) -> nn.Module | Selection:
+        """The layers that an energy is of: those of the model are hidden ones, the head is the output layer."""
+        if target == "model" and not isinstance(energy, Regulariser):
+            return self.model  # a module of a user's own, which knows models alone
+        if target == "head":
+            return output_layer(self.head, target)
+        layers = select(self.model, output=None, decoupled_only=getattr(energy, "decoupled_only", False))
+        return layers if target == "model" else layers + output_layer(self.head, target)
 
     @property
     def terms(self) -> list[str]:
         """Names of the terms, the loss first."""
         return ["loss", *self.energies]
 
+    def prepare(self) -> None:
+        """Create the state of the regularisers, on the device of the weights."""
+        for energy, target in zip(self.energies.values(), self.targets, strict=True):
+            if isinstance(energy, Regulariser):
+                energy.prepare(target)
+        self.energies.train()
+
+    def advance(self, step: int, seed: int, rate: float) -> None:
+        """Make the regularisers ready for a step; all that they draw is a function of the seed and the step."""
+        for title, energy in self.energies.items():
+            if isinstance(energy, Regulariser):
+                energy.advance(step, derive_seed(seed, "energy", title), rate)
+
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """The terms, ``(T,)``; their sum is what is minimised."""
         terms = [self.head(self.model(images), labels)]
-        for title, energy in self.energies.items():
-            weight, target = self.weights[title]
-            measured = self.head.weight if target == "head" else self.model
-            terms.append(weight * energy(measured))
+        for index, energy in enumerate(self.energies.values()):
+            terms.append(self.weights[index] * energy(self.targets[index]))
         return torch.stack([term.float() for term in terms])
 
 
@@ -103,15 +146,18 @@ class Step:
             *(f"weight_norm/{group}" for group in self.groups),
         ]
         self.record = torch.zeros(len(self.columns), device=self.device)
+        self.rate = float(optimiser.param_groups[0]["base_lr"])
+        """Learning rate of the step that comes next, of the first group, for the regularisers."""
 
-    def seed_step(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Make everything random in a step a function of the seed and the step's number."""
+        self.objective.advance(step, self.seed, self.rate)
         self.generator.manual_seed(derive_seed(self.seed, "augment", step))
         seed_default_generator(self.device, derive_seed(self.seed, "step", step, self.world.rank))
 
     def run(self, step: int) -> None:
         """Take the step with this number."""
-        self.seed_step(step)
+        self.begin(step)
         self(*self.batches.inputs(step))
 
     def __call__(self, *inputs: Tensor) -> None:
@@ -133,7 +179,8 @@ class Step:
         self.scaler.update()
         if self.averages is not None:
             averages, decay = self.averages
-            torch._foreach_lerp_(list(averages), [p.detach() for p in self.objective.parameters()], 1 - decay)
+            averaged = [*self.objective.model.parameters(), *self.objective.head.parameters()]
+            torch._foreach_lerp_(list(averages), [p.detach() for p in averaged], 1 - decay)
         weights = [[p.detach() for p in group["params"]] for group in self.optimiser.param_groups]
         self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([self._norm(group) for group in weights])]))
 
@@ -165,6 +212,7 @@ class CapturedStep:
     def __init__(self, step: Step, state: Mapping[str, Tensor], start: int) -> None:
         self.step = step
         self.inputs = tuple(value.clone() for value in step.batches.inputs(start))
+        step.begin(start)  # what is drawn for a step is drawn again before it: trials see no less
         # Detached: a recorded clone would keep gradient nodes of this stream alive, which a capture may not touch.
         before = {name: tensor.detach().clone() for name, tensor in state.items()}
         stream = torch.cuda.Stream()
@@ -183,7 +231,7 @@ class CapturedStep:
 
     def run(self, step: int) -> None:
         """Take the step with this number."""
-        self.step.seed_step(step)
+        self.step.begin(step)
         for buffer, value in zip(self.inputs, self.step.batches.inputs(step), strict=True):
             buffer.copy_(value, non_blocking=True)
         self.graph.replay()

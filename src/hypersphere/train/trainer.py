@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere.data import Dataset, Split
 from hypersphere.data import load as load_data
-from hypersphere.energy import energies
+from hypersphere.energy import MHE, Regulariser, energies, select
+from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import MarginSoftmax, losses
@@ -28,12 +29,12 @@ from hypersphere.models import models
 from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate
 from hypersphere.recipe import Recipe, RecipeError
 from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
-from hypersphere.train.callbacks import Callback, TensorBoard
+from hypersphere.train.callbacks import Callback, EnergyLog, TensorBoard
 from hypersphere.train.distributed import World, synchronise_statistics
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
 from hypersphere.train.randomness import derive_seed
 from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
-from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step
+from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step, output_layer
 
 MIN_LOSS_SCALE = 2.0**-10
 """A loss scale below this means that gradients overflow however small they are made."""
@@ -115,6 +116,8 @@ class Trainer:
         self.callbacks = list(callbacks) if self.world.main else []
         if recipe.train.tensorboard and self.world.main:
             self.callbacks.append(TensorBoard())
+        if recipe.evaluate.energy and self.world.main:
+            self.callbacks.append(EnergyLog())
         self._stop_signal: int | None = None
         self._averages = [p.detach().clone() for p in self._parameters()] if recipe.train.ema is not None else None
         self.step_number = 0
@@ -125,9 +128,11 @@ class Trainer:
     def _load_data(self, root: Path | None) -> Dataset:
         recipe = self.recipe.data
         try:
-            return load_data(recipe.name, root, hold_out=recipe.hold_out, **recipe.options)
+            imbalance = recipe.imbalance.model_dump()
+            return load_data(recipe.name, root, hold_out=recipe.hold_out, imbalance=imbalance, **recipe.options)
         except ArgumentError as error:
-            raise self.recipe.blame(error, "data") from error
+            section = ("data", "imbalance") if error.argument in ("keep", "graded") else ("data",)
+            raise self.recipe.blame(error, *section) from error
 
     def _make_order(self) -> BatchOrder:
         batch_size = self.recipe.data.batch_size
@@ -161,13 +166,26 @@ class Trainer:
             project_weights(model, self.recipe.project.s)
         return model
 
-    def _make_step(self) -> Step:
-        recipe, train = self.recipe, self.recipe.train
-        regularisers = {}
+    def _objective(self) -> Objective:
+        """Model, head and regularisers, whose state is there and on the device."""
+        recipe = self.recipe
+        regularisers: dict[str, tuple[nn.Module, float, str]] = {}
         for index, part in enumerate(recipe.regularisers):
             title = part.name if part.name not in regularisers else f"{part.name}-{index}"
             regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.target)
+            try:
+                Objective(self.model, self.head, {title: regularisers[title]})  # to know which one is to blame
+            except ArgumentError as error:
+                raise recipe.blame(error, "regularisers", index) from error
         objective = Objective(self.model, self.head, regularisers).to(self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(recipe.seed, "regularisers"))
+            objective.prepare()
+        return objective.to(self.device)
+
+    def _make_step(self) -> Step:
+        recipe, train = self.recipe, self.recipe.train
+        objective = self._objective()
         forward: Any = objective
         if self.world.size > 1:
             synchronise_statistics(objective)
@@ -178,7 +196,7 @@ class Trainer:
         if train.compile:
             forward = torch.compile(forward)
             self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
-        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
+        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device, objective.energies)
         return Step(
             objective,
             forward,
@@ -227,7 +245,8 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name."""
         found = self.weights()
-        found |= {f"regularisers.{name}": value for name, value in self._step.objective.energies.state_dict().items()}
+        learned = self._step.objective.energies.state_dict(keep_vars=True)
+        found |= {f"regularisers.{name}": value for name, value in learned.items() if isinstance(value, Tensor)}
         names: dict[Tensor, str] = {tensor: name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
         for parameter, values in self._step.optimiser.state.items():
             for key, value in values.items():
@@ -253,7 +272,12 @@ class Trainer:
         self.world.barrier()
         checkpoint = self.run.latest_checkpoint()
         if checkpoint is not None:
-            saved = load_checkpoint(checkpoint, self.state())
+            state = self.state()
+            saved = load_checkpoint(checkpoint, state)
+            # Not all that a regulariser saves is a tensor that it holds.
+            prefix = "regularisers."
+            learned = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            self._step.objective.energies.load_state_dict(learned, strict=False)
             self.step_number, self._pending = saved["step"], saved["pending"]
         if self.world.main:
             self.run.rewind(self.step_number)
@@ -306,6 +330,11 @@ class Trainer:
         factor = learning_rate(self.recipe.schedule, train.steps, self.step_number)
         for group in self._step.optimiser.param_groups:
             group["lr"].fill_(group["base_lr"] * factor)
+        self._step.rate = self._step.optimiser.param_groups[0]["base_lr"] * factor
+        for index, part in enumerate(self.recipe.regularisers):
+            if part.schedule is not None:
+                weight = part.weight * learning_rate(part.schedule, train.steps, self.step_number)
+                self._step.objective.weights[index].fill_(weight)
         self._run_step()
         self._history[self._recorded].copy_(self._step.record, non_blocking=True)
         self._recorded += 1
@@ -397,6 +426,8 @@ class Trainer:
         row |= values
         row["lr"] = float(self._step.optimiser.param_groups[0]["lr"])
         row |= self.head.schedules()
+        weights = zip(self.terms[1:], self.recipe.regularisers, self._step.objective.weights.tolist(), strict=True)
+        row |= {f"weight/{title}": weight for title, part, weight in weights if part.schedule is not None}
         self._pending = []
         self._write("on_log", row)
 
@@ -461,7 +492,8 @@ class Trainer:
             if unseen is not None:
                 unseen_features, _, unseen_labels = self._extract(unseen)
             weight = self.head.class_vectors.float().clone()
-        return Outputs(features, logits, labels, weight, unseen_features, unseen_labels)
+        trained = self.data.train.labels.bincount(minlength=len(self.data.class_names))
+        return Outputs(features, logits, labels, weight, unseen_features, unseen_labels, trained)
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
         """What the recipe asks to measure."""
@@ -485,6 +517,19 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         dtype = AUTOCAST.get(self.recipe.train.precision)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
+    def energies(self, energy: Regulariser | None = None) -> Report:
+        """Energy of every layer of the model and of the head, beside the least there is and that of random directions.
+
+        Args:
+            energy: Energy to measure; by default in half space with s = 2, the same for all runs to be compared.
+        """
+        energy = energy or MHE(half_space=True)
+        layers = select(self.model, output=None)
+        if getattr(self.head, "centres", 1) == 1:
+            layers += output_layer(self.head)
+        with self._averaged():
+            return report(layers, energy)
 
     def _recalibrated_accuracy(self) -> float:
         """Test accuracy with statistics over training images in place of the running ones, which may lag behind."""
