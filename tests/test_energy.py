@@ -876,7 +876,7 @@ def test_layers_together_are_the_sum_of_layers(seed, layers, options, data):
     parts = [neurons(str(k), lambda k=k: rows[k], "output" if out else "hidden") for k, (_, out) in enumerate(layers)]
     selection = sum(parts[1:], parts[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "PADDING", data.draw(st.sampled_from([0, 60, 2**21])))
+        patch.setattr(base, "CPU_PADDING", data.draw(st.sampled_from([0, 60, 2**21])))
         value = MHE(s=1, hidden_weight=3, output_weight=5, **options)(selection)
     grads = torch.autograd.grad(value, rows)
     expected = 0.0
@@ -912,6 +912,10 @@ def test_layers_of_a_network_are_few_batches(monkeypatch):
     calls = []
     original = MHE.energy
     monkeypatch.setattr(MHE, "energy", lambda self, v, role: calls.append(role) or original(self, v, role))
+    MHE()(model)
+    assert sorted(calls) == ["hidden"] * 4 + ["output"]  # on a CPU those of equal shape
+    calls.clear()
+    monkeypatch.setattr(base, "CPU_PADDING", base.PADDING)
     MHE()(model)
     assert sorted(calls) == ["hidden", "output"]
 

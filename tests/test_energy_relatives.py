@@ -502,7 +502,7 @@ def test_poles_of_layers_do_not_depend_on_the_batching(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 5), nn.Linear(5, 2))
     values = []
     for padding in (2**21, 0):
-        monkeypatch.setattr("hypersphere.energy.base.PADDING", padding)
+        monkeypatch.setattr("hypersphere.energy.base.CPU_PADDING", padding)
         module = MHC()
         values.append([module(model).item() for _ in range(3)])
     assert values[0] == pytest.approx(values[1], rel=1e-5)

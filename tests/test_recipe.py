@@ -10,6 +10,7 @@ import yaml
 
 from hypersphere import recipe
 from hypersphere.data import datasets
+from hypersphere.energy import energies
 from hypersphere.losses import LambdaAnnealer, losses
 from hypersphere.models import models
 from hypersphere.nn import operators

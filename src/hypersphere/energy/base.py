@@ -33,17 +33,24 @@ def create(name: str, **options: Any) -> nn.Module:
 
 
 PADDING = 2**21
-"""Elements that padding may add to a batch of layers, where it saves a batch."""
+"""Elements that padding may add to a batch of layers, where it saves launches."""
+CPU_PADDING = 0
+"""The same on a processor, which gains nothing."""
 
 
-def batches(shapes: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+def batches(shapes: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> list[list[int]]:
     """Which of the matrices ``(groups, n, d)`` to pad to one shape, so that batches are few and padding is small.
+
+    Args:
+        shapes: Of the matrices.
+        device: Where they are; on a CPU only equal shapes are put together.
 
     Example:
         >>> batches([(1, 64, 576), (1, 16, 27), (1, 4096, 9216)])
         [[2], [0, 1]]
     """
     found: list[list[int]] = []
+    allowed = CPU_PADDING if device is not None and device.type == "cpu" else PADDING
     order = sorted(range(len(shapes)), key=lambda index: (-shapes[index][1] * shapes[index][2], index))
     padding = 0
     for index in order:
@@ -51,7 +58,7 @@ def batches(shapes: Sequence[tuple[int, int, int]]) -> list[list[int]]:
         if found:
             _, first_n, first_d = shapes[found[-1][0]]
             added = groups * (first_n * first_d - n * d)
-            if n <= first_n and d <= first_d and padding + added <= PADDING:
+            if n <= first_n and d <= first_d and padding + added <= allowed:
                 found[-1].append(index)
                 padding += added
                 continue
@@ -134,9 +141,11 @@ class Regulariser(nn.Module):
             ]
         ).sum()
 
-    def select(self, target: nn.Module | Selection) -> Selection:
-        """The layers of a model that this regulariser looks at."""
-        return target if isinstance(target, Selection) else select(target, decoupled_only=self.decoupled_only)
+    def select(self, target: nn.Module | Selection, *, output: str | None = "last") -> Selection:
+        """The layers of a model that this regulariser looks at; ``output`` as in :func:`hypersphere.energy.select`."""
+        if isinstance(target, Selection):
+            return target
+        return select(target, output=output, decoupled_only=self.decoupled_only)
 
     def _weight(self, layer: Neurons) -> float:
         return self.output_weight if layer.role == "output" else self.hidden_weight
@@ -149,7 +158,7 @@ class Regulariser(nn.Module):
             kinds.setdefault((layer.role, len(matrices[index]), matrices[index].dtype), []).append(index)
         for (role, _, _), indices in kinds.items():
             shapes = [(m.shape[0], m.shape[1], m.shape[2]) for m in (matrices[index] for index in indices)]
-            for members in batches(shapes):
+            for members in batches(shapes, matrices[indices[0]].device):
                 chosen = [indices[member] for member in members]
                 batch = [layers[index] for index in chosen]
                 with full_precision(matrices[chosen[0]]):
@@ -160,12 +169,20 @@ class Regulariser(nn.Module):
         return self.energy(gather(matrices), role)
 
     def layer_energies(self, target: nn.Module | Selection) -> dict[str, Tensor]:
-        """Value of every layer of a model, without weights: name -> ``()``, the mean over the layer's groups."""
+        """Value of every layer of a model, without weights: name -> ``()``, the mean over the layer's groups.
+
+        Nothing is drawn or moved for it, in training mode neither.
+        """
         selection = self.select(target)
         found: dict[str, Tensor] = {}
-        for batch, values in self._values(list(selection)):
-            means = values.view(len(batch), -1).mean(1)
-            found |= {layer.name: value for layer, value in zip(batch, means.unbind(), strict=True)}
+        training = self.training
+        try:
+            self.eval()
+            for batch, values in self._values(list(selection)):
+                means = values.view(len(batch), -1).mean(1)
+                found |= {layer.name: value for layer, value in zip(batch, means.unbind(), strict=True)}
+        finally:
+            self.train(training)
         return {layer.name: found[layer.name] for layer in selection}
 
     def prepare(self, target: Tensor | nn.Module | Selection) -> None:

@@ -278,14 +278,6 @@ class Compressive(Regulariser):
             return values.squeeze(0)
         return super().forward(target)
 
-    def layer_energies(self, target: nn.Module | Selection) -> dict[str, Tensor]:
-        """Value of every layer of a model, without weights; nothing is drawn or moved for it."""
-        training = self.training
-        try:
-            return super().layer_energies(target) if not training else self.eval().layer_energies(target)
-        finally:
-            self.train(training)
-
     def _layers(self, target: Target) -> Selection:
         if isinstance(target, Tensor):
             if target.dim() != 2:
@@ -323,6 +315,8 @@ class Compressive(Regulariser):
         return values.mean(1)
 
     def _values(self, layers: Sequence[Neurons]) -> Iterator[tuple[list[Neurons], Tensor]]:
+        if not layers:
+            return
         plain, stacks = self._stacks(layers)
         # A single neuron and its mirror image are no pair, so it is taken without, like the output layer.
         full = [stack for stack in plain if stack.layers[0].role == "output" or stack.n < 2]
@@ -342,7 +336,8 @@ class Compressive(Regulariser):
     def _energies(self, parts: Sequence[Tensor], role: str) -> list[Tensor]:
         """Energies of matrices ``(b, n, k)`` of several shapes, in few batches."""
         found: dict[int, Tensor] = {}
-        for members in batches([(part.shape[0], part.shape[1], part.shape[2]) for part in parts]):
+        shapes = [(part.shape[0], part.shape[1], part.shape[2]) for part in parts]
+        for members in batches(shapes, parts[0].device if parts else None):
             values = self.energy(gather([parts[index].contiguous() for index in members]), role)
             found.update(zip(members, values.split([len(parts[index]) for index in members]), strict=True))
         return [found[index] for index in range(len(parts))]
@@ -981,7 +976,7 @@ class BPLowRank(MHE):
             output_weight=output_weight,
         )
 
-    def select(self, target: nn.Module | Selection) -> Selection:
+    def select(self, target: nn.Module | Selection, *, output: str | None = "last") -> Selection:
         """The factors of the layers of low rank, and the other layers."""
         factors: dict[str, list[Neurons]] = {}
         if isinstance(target, nn.Module):
@@ -993,5 +988,5 @@ class BPLowRank(MHE):
                         Neurons(f"{name}.Y1", lambda w=weight: w.original0.mT.unsqueeze(0)),  # type: ignore[misc]
                         Neurons(f"{name}.Y2", lambda w=weight: w.original1.mT.unsqueeze(0)),  # type: ignore[misc]
                     ]
-        selection = super().select(target)
-        return Selection([found for layer in selection for found in factors.get(layer.name, [layer])])
+        selection = super().select(target, output=output)
+        return Selection([found for layer in selection for found in factors.get(layer.name, [layer])], selection.zero)

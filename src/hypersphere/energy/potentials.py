@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hypersphere.errors import check_range
+from hypersphere.errors import ArgumentError, check_range
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Riesz(Potential):
 
     def __post_init__(self) -> None:
         check_range("s", self.s)
+        if math.isinf(self.s):
+            raise ArgumentError("s", f"must be finite, got {self.s}")
 
     def _angle(self, q: Tensor) -> Tensor:
         scale = 1 / math.pi if self.half_turns else 1.0

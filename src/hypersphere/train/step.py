@@ -61,7 +61,8 @@ class Objective(nn.Module):
             return self.model  # a module of a user's own, which knows models alone
         if target == "head":
             return output_layer(self.head, target)
-        layers = select(self.model, output=None, decoupled_only=getattr(energy, "decoupled_only", False))
+        chosen = energy.select if isinstance(energy, Regulariser) else select
+        layers = chosen(self.model, output=None)
         return layers if target == "model" else layers + output_layer(self.head, target)
 
     @property
