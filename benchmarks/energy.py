@@ -265,7 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_rows(options.output, rows)
 
     if options.only != "nets":
-        note = "float32 vectors; errors relative to float64, of the gradient that of the worst row"
+        note = "float32 vectors, products of the others at torch's default precision; "
+        note += "errors relative to float64, of the gradient that of the worst row"
         note += "" if gpu else "; one thread, processor time"
         for case in cases(gpu, options.quick):
             finish(case.title, time_case(case, device, repeats, compiled), note)

@@ -8,7 +8,7 @@ computed by a QR decomposition whose signs are fixed).
 
     python examples/rotation_training.py -o rotation.png
 
-Compared with ordinary training, and with matrices R that are random and stay so, on the digits of scikit-learn:
+It is compared with ordinary training, and with matrices R that are random and stay so, on the digits of scikit-learn.
 
 What was seen with seeds 0, 1 and 2 (300 steps of Adam at 1e-2 for everything that is learned):
 

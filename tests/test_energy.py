@@ -1216,3 +1216,13 @@ def test_orthogonality_is_created_by_name_and_refuses_what_it_cannot_take():
         module(torch.zeros(3))
     with pytest.raises(ArgumentError, match=r"^target must contain linear or convolution layers, got ReLU"):
         module(nn.ReLU())
+
+
+def test_no_gradient_is_computed_that_nobody_wants(monkeypatch):
+    wanted, original = [], pairs._pair_sums
+    monkeypatch.setattr(pairs, "_pair_sums", lambda *args: (wanted.append(args[-1]), original(*args))[1])
+    weight = nn.Parameter(torch.randn(5, 3))
+    with torch.no_grad():
+        value = hyperspherical_energy(weight)
+    torch.testing.assert_close(value, hyperspherical_energy(weight).detach())
+    assert wanted == [False, True]

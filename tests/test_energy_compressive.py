@@ -15,10 +15,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hypersphere import energy as E
+from hypersphere import recipe
 from hypersphere.data import load
 from hypersphere.energy.compressive import CONDITION, descend, project
 from hypersphere.energy.projections import ProjectionBank, count_sketch, draw, subsampled_hadamard
 from hypersphere.errors import ArgumentError
+from hypersphere.train.run import RunFolder
+from hypersphere.train.step import Objective
+from hypersphere.train.trainer import Trainer
 from test_examples import example
 
 descents = example("compressive_energy")
@@ -712,6 +716,14 @@ class TestLowRank:
         other.load_state_dict(layer.state_dict())
         torch.testing.assert_close(other.weight, layer.weight)
 
+    def test_factors_in_training(self):
+        layer, _ = self.layer()
+        model = nn.Sequential(nn.Conv2d(2, 4, 1).double(), layer, nn.Flatten())
+        objective = Objective(model, nn.Linear(8, 3), {"bp-lowrank": (E.create("bp-lowrank"), 1.0, "all")})
+        (layers,) = objective.targets
+        assert [neurons.name for neurons in layers] == ["0", "1.Y1", "1.Y2", "head"]
+        assert [neurons.role for neurons in layers] == ["hidden", "hidden", "hidden", "output"]
+
     def test_gradient(self):
         low = E.LowRankBilateral((5, 6), 2)
         y1, y2 = (leaf(y.double()) for y in low.right_inverse(torch.randn(5, 6)))
@@ -728,6 +740,34 @@ class TestLowRank:
 
 
 class TestEdges:
+    def test_partition_that_no_layer_has_is_blamed_on_the_recipe(self, tmp_path):
+        plan = recipe.load("digits-softmax", ["regularisers=[{name: group-comhe, partition: [[0], [999]]}]"])
+        device = torch.device("cpu")
+        trainer = Trainer(plan, RunFolder.create(tmp_path / "run", plan, device), device)
+        with pytest.raises(recipe.RecipeError, match=r"regularisers\.0\.partition must hold channels from 0 to"):
+            trainer.prepare()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_model_without_pairs(self, name):
+        model = nn.Conv2d(4, 4, 3, groups=4)
+        regulariser = E.create(name, **SMALL[name])
+        assert regulariser(model).item() == 0
+        assert regulariser.layer_energies(model) == {}
+
+    @pytest.mark.parametrize("name", ["rp-comhe", "naive-comhe", "bp-comhe", "group-comhe"])
+    def test_model_that_gets_its_weights_later(self, name):
+        model = nn.Sequential(nn.Linear(40, 5, device="meta"), nn.Linear(5, 3, device="meta"))
+        regulariser = E.create(name, **SMALL[name])
+        assert regulariser(model).is_meta
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        other = E.create(name, **SMALL[name])
+        other.prepare(model)
+        regulariser.eval()
+        other.eval()
+        assert regulariser(model).item() == pytest.approx(other(model).item(), rel=1e-6)
+
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_degenerate_rows_are_finite(self, name, dtype):

@@ -749,3 +749,48 @@ def test_many_classes_on_a_gpu():
     q = (2 - 2 * units[labels] @ units.mT).scatter(1, labels.unsqueeze(1), math.inf)
     assert value.item() == pytest.approx((1 / q).sum().item() / 512 / 99_999, rel=1e-5)
     assert (gradient * weight).sum(1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"half_space": True}, {"s": 0.0}, {"angular": True}])
+def test_second_derivatives_of_batch_versus_all(options):
+    labels = torch.tensor([0, 2, 2])
+    weight = WB.clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: batch_versus_all(x, labels, **options), weight)
+
+
+def test_penalty_of_a_gradient_that_is_partly_of_a_batch():
+    x = draw(3, 6, 4).requires_grad_()
+    labels = torch.arange(6)
+
+    def penalty(energy):
+        (slope,) = torch.autograd.grad(energy(x) + x.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    expected = penalty(hyperspherical_energy)
+    torch.testing.assert_close(penalty(lambda x: batch_versus_all(x, labels)), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_second_derivatives_of_orthoreg():
+    assert torch.autograd.gradgradcheck(OrthoReg(), WB.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("regulariser", [create("mhe", subset=4), MHP(), MHC()])
+def test_energies_of_layers_draw_and_move_nothing(regulariser):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+    regulariser.prepare(model)
+    before = copy.deepcopy(regulariser.state_dict())
+    first, second = (regulariser.layer_energies(model) for _ in range(2))
+    assert first == second
+    assert regulariser.training
+    assert all(torch.equal(before[key], value) for key, value in regulariser.state_dict().items())
+
+
+@pytest.mark.parametrize("half_space", [False, True])
+def test_uniformity_beyond_the_range_of_numbers_is_low(half_space):
+    x = torch.eye(4).requires_grad_()
+    value = Uniformity(t=200.0, half_space=half_space)(x)
+    value.backward()
+    assert value.item() < -85
+    assert x.grad.isfinite().all()
+    exact = Uniformity(t=200.0)(torch.eye(4, dtype=torch.float64))
+    assert exact.item() == pytest.approx(-400)

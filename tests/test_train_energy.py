@@ -318,6 +318,14 @@ def test_energies_of_the_layers_are_written_down(tmp_path):
         assert layer["floor"] < layer["random"]
 
 
+def test_energies_reach_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(tmp_path / "run", plan("train.steps=1", "evaluate.energy=true", "train.tensorboard=true")).fit()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("energy/energy/embed")] == [0, 1]
+
+
 def test_energies_are_the_same_for_all_runs_or_what_is_asked_for(tmp_path):
     chosen = plan("regularisers=[{name: orthogonal, weight: 1e-5}, {name: mhe, s: 1, target: head}]", "train.steps=1")
     run = trainer(tmp_path / "run", chosen, EnergyLog())

@@ -134,12 +134,11 @@ class Regulariser(nn.Module):
         layers = [layer for layer in selection if not layer.constant and self._weight(layer)]
         if not layers:
             return selection.zero()
-        return torch.stack(
-            [
-                self._weight(batch[0]) / values.numel() * len(batch) * values.sum()
-                for batch, values in self._values(layers)
-            ]
-        ).sum()
+        terms = [
+            self._weight(batch[0]) / values.numel() * len(batch) * values.sum()
+            for batch, values in self._values(layers)
+        ]
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum()  # a model may be spread over devices
 
     def select(self, target: nn.Module | Selection, *, output: str | None = "last") -> Selection:
         """The layers of a model that this regulariser looks at; ``output`` as in :func:`hypersphere.energy.select`."""
@@ -151,12 +150,13 @@ class Regulariser(nn.Module):
         return self.output_weight if layer.role == "output" else self.hidden_weight
 
     def _values(self, layers: Sequence[Neurons]) -> Iterator[tuple[list[Neurons], Tensor]]:
-        """Batches of layers of one role, number of groups and type, and the values of their groups, layer by layer."""
+        """Batches of layers of one role, number of groups, type and device, and the values of their groups in order."""
         matrices = [at_least_float32(layer.matrices() if self.ordered else layer.unordered()) for layer in layers]
-        kinds: dict[tuple[str, int, torch.dtype], list[int]] = {}
+        kinds: dict[tuple[str, int, torch.dtype, torch.device], list[int]] = {}
         for index, layer in enumerate(layers):
-            kinds.setdefault((layer.role, len(matrices[index]), matrices[index].dtype), []).append(index)
-        for (role, _, _), indices in kinds.items():
+            rows = matrices[index]
+            kinds.setdefault((layer.role, len(rows), rows.dtype, rows.device), []).append(index)
+        for (role, *_), indices in kinds.items():
             shapes = [(m.shape[0], m.shape[1], m.shape[2]) for m in (matrices[index] for index in indices)]
             for members in batches(shapes, matrices[indices[0]].device):
                 chosen = [indices[member] for member in members]

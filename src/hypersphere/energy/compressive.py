@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hypersphere.energy.base import Regulariser, batches, energies, gather
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import MHE
-from hypersphere.energy.pairs import pair_counts, pair_sums
+from hypersphere.energy.pairs import pair_counts, pair_sums, smooth_directions
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.projections import ProjectionBank
 from hypersphere.errors import ArgumentError, check_choice, check_range
@@ -144,9 +144,7 @@ def _mean_energy(vectors: Tensor, potential: Riesz, half_space: bool, eps: float
 
 def _cosines(vectors: Tensor, eps: float) -> Tensor:
     """Cosines ``(..., n, n)`` of the rows ``(..., n, d)``, twice differentiable; 0 for zero rows."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    valid = squared > torch.finfo(vectors.dtype).tiny
-    units = vectors * torch.where(valid, (torch.where(valid, squared, 1.0) + eps).rsqrt(), 0.0)
+    units = smooth_directions(vectors, eps)
     return units @ units.mT
 
 

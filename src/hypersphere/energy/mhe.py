@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies
 from hypersphere.energy.layers import Selection
-from hypersphere.energy.pairs import pair_sums
+from hypersphere.energy.pairs import pair_sums, present
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, check_choice, check_range
@@ -151,6 +151,6 @@ class MHE(Regulariser):
 def _draw_rows(vectors: Tensor, size: int) -> Tensor:
     """So many of the rows that have a direction, of each matrix, without replacement: ``(b, size, d)``."""
     keys = torch.rand(vectors.shape[:2], device=vectors.device)
-    keys = keys + (vectors.detach().square().sum(-1) <= torch.finfo(vectors.dtype).tiny)  # those without come last
+    keys = keys + ~present(vectors)  # those without come last
     chosen = keys.topk(size, largest=False).indices
     return vectors.gather(1, chosen.unsqueeze(2).expand(-1, -1, vectors.shape[2]))

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.pairs import FLOOR, directions, tile_terms
+from hypersphere.energy.pairs import FLOOR, directions, present, smooth_directions, tile_terms
 from hypersphere.energy.potentials import Potential, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision, normalise
@@ -56,20 +55,42 @@ class _CrossSums(torch.autograd.Function):
                 by_a += slope @ part
             if rows.requires_grad:
                 by_r[:, start : start + step] = slope.mT @ a
-        ctx.save_for_backward(
-            *(
-                (by - (by * x).sum(-1, keepdim=True) * x) * i
-                for by, x, i in ((by_a, a, a_inverse), (by_r, r, r_inverse))
-            )
+        gradients = (
+            (by - (by * x).sum(-1, keepdim=True) * x) * i for by, x, i in ((by_a, a, a_inverse), (by_r, r, r_inverse))
         )
+        ctx.save_for_backward(anchors, rows, own, weights, *gradients)
+        ctx.options = (potential, half_space)
         return total.to(a.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        by_anchors, by_rows = ctx.saved_tensors
+        anchors, rows, own, weights, *gradients = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            with full_precision(anchors):
+                # Views, so that each has a gradient of its own even where anchors are the rows.
+                inputs = [x.view_as(x) for x in (anchors, rows)]
+                total = _dense(inputs[0], inputs[1], own, weights, *ctx.options).sum()
+                wanted = [index for index in (0, 1) if inputs[index].requires_grad]
+                found = torch.autograd.grad(total, [inputs[index] for index in wanted], create_graph=True)
+                for index, gradient in zip(wanted, found, strict=True):
+                    gradients[index] = gradient
         grad = grads[0].view(-1, 1, 1)
-        return by_anchors * grad, by_rows * grad, None, None, None, None
+        return gradients[0] * grad, gradients[1] * grad, None, None, None, None
+
+
+def _dense(
+    anchors: Tensor, rows: Tensor, own: Tensor, weights: Tensor, potential: Potential, half_space: bool
+) -> Tensor:
+    """The same sums by plain differentiable code that keeps every pair: what derivatives of the gradient need."""
+    places = torch.arange(rows.shape[1], device=rows.device)
+    counted = (own.unsqueeze(-1) != places) & present(anchors).unsqueeze(2) & present(rows).unsqueeze(1)
+    q = 2 - 2 * smooth_directions(anchors) @ smooth_directions(rows).mT
+    floor = FLOOR[q.dtype]
+    total = torch.zeros_like(q)
+    for chord in (q, 4 - q) if half_space else (q,):
+        total = total + potential(torch.where(counted & (chord >= floor), chord, floor))
+    share = torch.where(counted, weights.unsqueeze(2), 0.0)
+    return (total * share).sum((1, 2)) * (2 if half_space else 1)
 
 
 def cross_sums(
@@ -151,15 +172,15 @@ def batch_versus_all(
         counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
         own = torch.where(counts, labels, 0)
         anchors = rows[own]
-        present = rows.detach().square().sum(1) > torch.finfo(rows.dtype).tiny
-        counts = counts & present[own] & (_first(labels) if unique else True)
+        valid = present(rows)
+        counts = counts & valid[own] & (_first(labels) if unique else True)
         share = counts.to(rows.dtype) / counts.sum().clamp(min=1)
         potential = Riesz(s, angular)
         others = rows.detach() if gradient == "anchor" else rows
         total = cross_sums(
             anchors.unsqueeze(0), others.unsqueeze(0), own, share.unsqueeze(0), potential, half_space
         ).squeeze(0)
-        n = present.sum()
+        n = valid.sum()
         if half_space:  # of the four signs of a pair two have the anchor's own; its mirror image is a vector, too
             return (total / 2 + potential(4 * share.new_ones(())) * share.sum()) / (2 * n - 1).clamp(min=1)
         return total / (n - 1).clamp(min=1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from hypersphere.energy.base import Regulariser, energies
 from hypersphere.energy.layers import Neurons
 from hypersphere.energy.minibatch import cross_sums
+from hypersphere.energy.pairs import present
 from hypersphere.energy.potentials import Potential
 from hypersphere.errors import check_choice, check_range
 from hypersphere.geometry import normalise, safe_sqrt
@@ -60,18 +61,13 @@ class _Orthogonality(Regulariser):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Penalty of each matrix of a batch."""
-        valid = _present(vectors)
+        valid = present(vectors).to(vectors.dtype)
         squared = self._deviation(normalise(vectors) if self.normalised else vectors, valid)
         return squared if self.squared else safe_sqrt(squared)
 
     def extra_repr(self) -> str:
         """The options."""
         return f"squared={self.squared}, normalised={self.normalised}"
-
-
-def _present(vectors: Tensor) -> Tensor:
-    """Which rows of ``(b, n, d)`` have a direction, as numbers ``(b, n)``."""
-    return (vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny).to(vectors.dtype)
 
 
 @energies.register("orthonormal")
@@ -226,7 +222,7 @@ class CosineSum(Regulariser):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Sum of cosines of each matrix of a batch."""
-        return normalise(vectors).sum(1).square().sum(1) - _present(vectors).sum(1)
+        return normalise(vectors).sum(1).square().sum(1) - present(vectors).sum(1)
 
 
 __all__ = ["SRIP", "CosineSum", "OrthoReg", "Orthogonal", "Orthonormal"]

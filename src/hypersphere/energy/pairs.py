@@ -39,6 +39,18 @@ def directions(vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return vectors * inverse, inverse
 
 
+def present(vectors: Tensor) -> Tensor:
+    """Which rows of ``(..., n, d)`` have a direction, ``(..., n)``."""
+    return vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny
+
+
+def smooth_directions(vectors: Tensor, eps: float = 0.0) -> Tensor:
+    """Unit vectors of the rows ``(..., n, d)``, differentiable as often as one likes; zero rows stay zero."""
+    squared = vectors.square().sum(-1, keepdim=True)
+    valid = present(vectors).unsqueeze(-1)
+    return vectors * torch.where(valid, (torch.where(valid, squared, 1.0) + eps).rsqrt(), 0.0)
+
+
 def separation(rows: Tensor, columns: Tensor, exact: bool, mirrored: bool) -> tuple[Tensor, Tensor | None]:
     """Squared chords of a tile and, mirrored, those with the mirror images; short ones from differences."""
     q = torch.matmul(rows, columns.mT).mul_(-2).add_(2)
@@ -197,11 +209,10 @@ def _dense(
     vectors: Tensor, beta: Tensor | None, potential: Potential, half_space: bool, eps: float, mean: bool
 ) -> Tensor:
     """The same sums by plain differentiable code that keeps every pair: what derivatives of the gradient need."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    valid = squared > torch.finfo(vectors.dtype).tiny
-    units = vectors * torch.where(valid, (torch.where(valid, squared, 1.0) + eps).rsqrt(), 0.0)
+    valid, units = present(vectors), smooth_directions(vectors, eps)
     q = 2 - 2 * units @ units.mT
-    pairs = (valid & valid.mT) & ~torch.eye(vectors.shape[1], dtype=torch.bool, device=vectors.device)
+    own = torch.eye(vectors.shape[1], dtype=torch.bool, device=vectors.device)
+    pairs = valid.unsqueeze(2) & valid.unsqueeze(1) & ~own
     scale, offset = 1.0 + torch.zeros_like(q), torch.zeros_like(q)
     if beta is not None:
         scale = beta.unsqueeze(2) * beta.unsqueeze(1)
@@ -213,9 +224,9 @@ def _dense(
         value = potential(torch.where(pairs & (distance >= floor), distance, floor))
         total = total + torch.where(pairs, value, 0.0).sum((1, 2))
     if half_space:
-        own = (2 + 2 * units.square().sum(-1)) if eps else torch.full_like(squared[..., 0], 4.0)
+        own = (2 + 2 * units.square().sum(-1)) if eps else units.new_full(units.shape[:-1], 4.0)
         own = own if beta is None else own * beta.square()
-        total = 2 * total + 2 * (potential(own) * valid.squeeze(2)).sum(1)
+        total = 2 * total + 2 * (potential(own) * valid).sum(1)
     return total / pair_counts(vectors, half_space) if mean else total
 
 
@@ -273,13 +284,15 @@ def pair_sums(
         >>> pair_sums(torch.eye(3).unsqueeze(0), Riesz(2.0))
         tensor([3.])
     """
+    if not torch.is_grad_enabled():
+        vectors = vectors.detach()  # within the function a parameter would look as if its gradient were wanted
     total: Tensor = _PairEnergy.apply(vectors, beta, potential, half_space, eps, mean)
     return total
 
 
 def pair_counts(vectors: Tensor, half_space: bool = False) -> Tensor:
     """Number of ordered pairs of the rows that have a direction, of each matrix ``(b, n, d)``: ``(b,)``, at least 1."""
-    n = (vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny).sum(-1)
+    n = present(vectors).sum(-1)
     if half_space:
         n = 2 * n
     return (n * (n - 1)).clamp(min=1).to(vectors.dtype)

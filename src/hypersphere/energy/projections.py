@@ -141,7 +141,7 @@ class ProjectionBank(nn.Module):
         self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype, found: Tensor | None
     ) -> Tensor:
         """A new tensor, drawn, or the one found with another type or device."""
-        if found is None:
+        if found is None or found.is_meta:
             value = self._draw(name, torch.empty(*shape, device=device, dtype=dtype))
         else:
             value = found.detach().to(device, dtype)
@@ -156,6 +156,8 @@ class ProjectionBank(nn.Module):
         return value
 
     def _draw(self, name: str, out: Tensor) -> Tensor:
+        if out.is_meta:
+            return out
         seed, number = self.drawn or (0, 0)
         key = hashlib.blake2b(f"{seed} {number} {name}".encode(), digest_size=8).digest()
         return draw(out, self.kind, torch.Generator(out.device).manual_seed(int.from_bytes(key, "big") >> 1))

@@ -18,18 +18,13 @@ from torch import Tensor, nn
 from hypersphere.energy.base import Regulariser, energies, gather
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.pairs import FLOOR, pair_counts, pair_sums
+from hypersphere.energy.pairs import FLOOR, pair_counts, pair_sums, present
 from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt
 
 CHUNK_ELEMENTS = 2**23
 """Cosines computed at a time in a search for neighbours."""
-
-
-def _present(vectors: Tensor) -> Tensor:
-    """Which rows of ``(b, n, d)`` have a direction, ``(b, n)``."""
-    return vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny
 
 
 @torch.no_grad()
@@ -48,7 +43,7 @@ def nearest(vectors: Tensor, half_space: bool = False) -> tuple[Tensor, Tensor, 
         >>> nearest(torch.tensor([[[1.0, 0.0], [0.8, 0.6], [-1.0, 0.1]]]), half_space=True)[0]
         tensor([[2, 0, 0]])
     """
-    units, present = normalise(vectors), _present(vectors)
+    units, valid = normalise(vectors), present(vectors)
     batch, n, _ = units.shape
     indices = torch.zeros(batch, n, dtype=torch.int64, device=units.device)
     found = torch.zeros_like(units[..., 0])
@@ -58,12 +53,12 @@ def nearest(vectors: Tensor, half_space: bool = False) -> tuple[Tensor, Tensor, 
             torch.arange(n, device=units.device)
             == torch.arange(start, start + cosines.shape[1], device=units.device)[:, None]
         )
-        closeness = (cosines.abs() if half_space else cosines).masked_fill(own | ~present.unsqueeze(1), -2.0)
+        closeness = (cosines.abs() if half_space else cosines).masked_fill(own | ~valid.unsqueeze(1), -2.0)
         best = closeness.max(2).indices
         indices[:, start : start + step] = best
         found[:, start : start + step] = cosines.gather(2, best.unsqueeze(2)).squeeze(2)
     signs = torch.where((found < 0) & half_space, -1.0, 1.0).to(units.dtype)
-    return indices, signs, present & (present.sum(1, keepdim=True) > 1)
+    return indices, signs, valid & (valid.sum(1, keepdim=True) > 1)
 
 
 class _Spread(Regulariser):
@@ -244,7 +239,8 @@ class Uniformity(_Spread):
     Of uniform directions in D dimensions it tends to :math:`\log {}_0F_1(; D/2; t^2) - 2t`.
 
     Args:
-        t: Sharpness of the potential.
+        t: Sharpness of the potential. In float32 there is no gradient where :math:`t \|u_i - u_j\|^2` is above 87 for
+            all pairs.
         half_space: Count the mirror image of every vector as a vector.
         hidden_weight: Weight of every hidden layer of a model.
         output_weight: Weight of a model's output layer.
@@ -264,8 +260,10 @@ class Uniformity(_Spread):
         """Logarithm of the mean potential of each matrix of a batch."""
         half_space = self._half(role)
         total = pair_sums(vectors, self.potential, half_space=half_space)
-        some = total > 0  # none: no pair
-        return torch.where(some, torch.where(some, total, 1.0).log() - pair_counts(vectors, half_space).log(), 0.0)
+        some = present(vectors).sum(1) > (0 if half_space else 1)
+        # Where every potential is too small for a number, that is as low as it gets, not as if there were no pair.
+        logarithm = torch.where(some, total, 1.0).clamp(min=torch.finfo(total.dtype).tiny).log()
+        return torch.where(some, logarithm - pair_counts(vectors, half_space).log(), 0.0)
 
     def extra_repr(self) -> str:
         """The options."""
@@ -306,11 +304,11 @@ class MGD(_Spread):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Minus the logarithm of the determinant of each matrix of a batch."""
-        units, present = normalise(vectors.double()), _present(vectors)
+        units, valid = normalise(vectors.double()), present(vectors)
         q = 2 - 2 * units @ units.mT
-        pairs = present.unsqueeze(1) & present.unsqueeze(2)
+        pairs = valid.unsqueeze(1) & valid.unsqueeze(2)
         # A row without direction gets a 1 on the diagonal, which the determinant does not notice.
-        rest = torch.diag_embed(torch.where(present, self.jitter, 1.0).double())
+        rest = torch.diag_embed(torch.where(valid, self.jitter, 1.0).double())
         kernels = [torch.where(pairs, (-self.sharpness * q).exp(), 0.0)]
         if self._half(role):
             # With mirror images K is [[A, B], [B, A]], whose determinant is that of A + B times that of A - B.
@@ -423,8 +421,8 @@ class _Poles(_Spread):
         for key, value in state_dict.items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name.startswith(PREFIX):
-                present = self._buffers.get(name)
-                if present is None or present.shape != value.shape:
+                held = self._buffers.get(name)
+                if held is None or held.shape != value.shape:
                     self.register_buffer(name, torch.empty_like(value, device=self.rate.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -439,32 +437,32 @@ class _Poles(_Spread):
         return self._with_state(gather(matrices), role, states)
 
     def _with_state(self, vectors: Tensor, role: str, states: Sequence[Tensor]) -> Tensor:
-        units, present = normalise(vectors), _present(vectors)
+        units, valid = normalise(vectors), present(vectors)
         half_space = self._half(role)
         with torch.no_grad():
             poles, momenta = (gather([state[part].unsqueeze(1) for state in states]) for part in (0, 1))
             if self.training and self.inner_steps:
                 for _ in range(self.inner_steps):
-                    poles, momenta = self._inner_step(units.detach(), present, poles, momenta, half_space)
+                    poles, momenta = self._inner_step(units.detach(), valid, poles, momenta, half_space)
                 starts = 0
                 for state in states:
                     part = slice(starts, starts := starts + state.shape[1])
                     state[0].copy_(poles[part, 0, : state.shape[2]])
                     state[1].copy_(momenta[part, 0, : state.shape[2]])
-        value, _ = self._value(_to_pole(units, normalise(poles)), present, half_space)
+        value, _ = self._value(_to_pole(units, normalise(poles)), valid, half_space)
         return value
 
     def _inner_step(
-        self, units: Tensor, present: Tensor, poles: Tensor, momenta: Tensor, half_space: bool
+        self, units: Tensor, valid: Tensor, poles: Tensor, momenta: Tensor, half_space: bool
     ) -> tuple[Tensor, Tensor]:
         aims = normalise(poles)
-        _, slopes = self._value(_to_pole(units, aims), present, half_space)
+        _, slopes = self._value(_to_pole(units, aims), valid, half_space)
         gradient = 2 * (slopes.unsqueeze(1) @ units)  # downhill for the pole is uphill for the value
         gradient = (gradient - (gradient * aims).sum(2, keepdim=True) * aims) / norm(poles, keepdim=True)
         momenta = self.momentum * momenta + gradient + self.decay * poles
         return poles - self.rate * momenta, momenta
 
-    def _value(self, q: Tensor, present: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
+    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
         """Value ``(b,)`` at squared chords from the pole ``(b, n)``, and its slopes by these ``(b, n)``."""
         raise NotImplementedError
 
@@ -522,15 +520,15 @@ class MHP(_Poles):
         check_range("s", s, 0)
         self.potential = Riesz(s)
 
-    def _value(self, q: Tensor, present: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
+    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
         floor = FLOOR[q.dtype]
-        safe = torch.where(present & (q > floor), q, floor)
+        safe = torch.where(valid & (q > floor), q, floor)
         value, slope = self.potential(safe), torch.where(q > floor, self.potential.slope(safe), 0.0)
         if half_space:
-            other = torch.where(present & (4 - q > floor), 4 - q, floor)
+            other = torch.where(valid & (4 - q > floor), 4 - q, floor)
             value = (value + self.potential(other)) / 2
             slope = (slope - torch.where(4 - q > floor, self.potential.slope(other), 0.0)) / 2
-        share = present.to(q.dtype) / present.sum(1, keepdim=True).clamp(min=1)
+        share = valid.to(q.dtype) / valid.sum(1, keepdim=True).clamp(min=1)
         return -(value * share).sum(1), -slope * share
 
 
@@ -575,13 +573,13 @@ class MHC(_Poles):
         check_range("sharpness", sharpness, 0, open_low=True)
         self.sharpness = sharpness
 
-    def _value(self, q: Tensor, present: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
-        count = present.sum(1)
+    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
+        count = valid.sum(1)
         # All rows zero: nothing to cover, and no logarithm of nothing.
-        logits = torch.where(present | (count == 0).unsqueeze(1), -self.sharpness * q, -math.inf)
+        logits = torch.where(valid | (count == 0).unsqueeze(1), -self.sharpness * q, -math.inf)
         number = count.clamp(min=1).to(q.dtype)
         if half_space:
-            mirrored = torch.where(present | (count == 0).unsqueeze(1), -self.sharpness * (4 - q), -math.inf)
+            mirrored = torch.where(valid | (count == 0).unsqueeze(1), -self.sharpness * (4 - q), -math.inf)
             total = torch.logaddexp(logits.logsumexp(1), mirrored.logsumexp(1))
             slope = (logits - total.unsqueeze(1)).exp() - (mirrored - total.unsqueeze(1)).exp()
             number = 2 * number

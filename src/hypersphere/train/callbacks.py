@@ -101,13 +101,16 @@ class ProgressBar(Callback):
 class TensorBoard(Callback):
     """Writes every metric to ``tensorboard/`` in the run folder; a resumed run replaces what it repeats."""
 
+    writer: Any = None
+
     def on_start(self, trainer: Trainer, step: int) -> None:
         """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (takes a second to import)
 
         self.writer = SummaryWriter(str(trainer.run.path / "tensorboard"), purge_step=step + 1)
 
-    def _write(self, row: Row) -> None:
+    def write(self, row: Row) -> None:
+        """Write a row of metrics."""
         for name, value in row.items():
             if name not in ("step", "split"):
                 self.writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
@@ -115,11 +118,11 @@ class TensorBoard(Callback):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         """Write the training metrics."""
-        self._write(row)
+        self.write(row)
 
     def on_evaluate(self, trainer: Trainer, row: Row) -> None:
         """Write the test metrics."""
-        self._write(row)
+        self.write(row)
 
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Close the event file."""
@@ -157,7 +160,11 @@ class EnergyLog(Callback):
 
     def _write(self, trainer: Trainer, step: int) -> None:
         found = trainer.energies(self.energy)
-        trainer.run.append({"step": step, "split": "energy"} | {f"energy/{row.name}": row.energy for row in found.rows})
+        row = {"step": step, "split": "energy"} | {f"energy/{layer.name}": layer.energy for layer in found.rows}
+        trainer.run.append(row)
+        for callback in trainer.callbacks:
+            if isinstance(callback, TensorBoard) and callback.writer is not None:
+                callback.write(row)
         layers = {
             row.name: {"role": row.role, "n": row.n, "d": row.d, "floor": row.floor, "random": row.random}
             for row in found.rows

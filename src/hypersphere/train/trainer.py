@@ -170,18 +170,16 @@ class Trainer:
         """Model, head and regularisers, whose state is there and on the device."""
         recipe = self.recipe
         regularisers: dict[str, tuple[nn.Module, float, str]] = {}
-        for index, part in enumerate(recipe.regularisers):
-            title = part.name if part.name not in regularisers else f"{part.name}-{index}"
-            regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.target)
-            try:
-                Objective(self.model, self.head, {title: regularisers[title]})  # to know which one is to blame
-            except ArgumentError as error:
-                raise recipe.blame(error, "regularisers", index) from error
-        objective = Objective(self.model, self.head, regularisers).to(self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(recipe.seed, "regularisers"))
-            objective.prepare()
-        return objective.to(self.device)
+            for index, part in enumerate(recipe.regularisers):
+                title = part.name if part.name not in regularisers else f"{part.name}-{index}"
+                regularisers[title] = (recipe.build(energies, ("regularisers", index)), part.weight, part.target)
+                try:  # one by one, to know which one is to blame
+                    Objective(self.model, self.head, {title: regularisers[title]}).to(self.device).prepare()
+                except ArgumentError as error:
+                    raise recipe.blame(error, "regularisers", index) from error
+        return Objective(self.model, self.head, regularisers).to(self.device)
 
     def _make_step(self) -> Step:
         recipe, train = self.recipe, self.recipe.train
