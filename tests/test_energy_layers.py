@@ -450,3 +450,22 @@ def test_a_wide_layer_starts_close_to_the_floor():
     assert row.floor == pytest.approx(0.49219, abs=1e-5)
     assert row.random == pytest.approx(0.50087, abs=1e-5)
     assert 0 < row.percent < 2
+
+
+def test_linear_layers_with_neurons_in_columns():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=12, n_layer=1, n_head=3, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    found = {layer.name: layer for layer in select(model)}
+    shapes = {name: tuple(layer.matrices().shape) for name, layer in found.items()}
+    block = "transformer.h.0"
+    assert shapes == {
+        f"{block}.attn.c_attn": (9, 4, 12),
+        f"{block}.attn.c_proj": (1, 12, 12),
+        f"{block}.mlp.c_fc": (1, 48, 12),
+        f"{block}.mlp.c_proj": (1, 12, 48),
+        "lm_head": (1, 20, 12),
+    }
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert torch.equal(found[f"{block}.attn.c_attn"].matrices()[4], weight[:, 16:20].T)  # keys of the second head
+    assert [layer.name for layer in found.values() if layer.role == "output"] == ["lm_head"]

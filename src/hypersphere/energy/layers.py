@@ -209,6 +209,8 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
             candidate = _layer(name, module, parent)
             if candidate is not None and not _is_seen(module, "weight", seen):
                 yield candidate
+        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not _is_seen(module, "weight", seen):
+            yield _turned(name, module, modules.get(name.rpartition(".")[0], module))
 
 
 def _is_seen(owner: nn.Module, attribute: str, seen: set[int]) -> bool:
@@ -274,6 +276,13 @@ def _layer(name: str, module: Any, parent: nn.Module) -> _Candidate | None:
     classifies &= groups == 1 and not heads and not transposed and not isinstance(parent, nn.MultiheadAttention)
     size = math.prod(taps)
     return _Candidate(name, module, matrices, n, d * size, classifies, size, None if transposed else in_memory_order)
+
+
+def _turned(name: str, module: Any, parent: nn.Module) -> _Candidate:
+    """The linear layer of GPT-2 and its kin in transformers, whose weight has a neuron in each column."""
+    d, n = module.weight.shape
+    groups = _heads(name.rpartition(".")[2].lower(), n, parent) or 1
+    return _Candidate(name, module, lambda: module.weight.mT.unflatten(0, (groups, -1)), n // groups, d, False)
 
 
 def _heads(part: str, rows: int, parent: nn.Module) -> int:
