@@ -974,3 +974,11 @@ class TestRotation:
         rotation.main(["--steps", "11", "-o", str(tmp_path / "rotation.png")])
         assert len(capsys.readouterr().out.splitlines()) == 1 + len(rotation.KINDS) + 1
         assert (tmp_path / "rotation.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["ap-comhe", "adv-comhe"])
+def test_frozen_weights_have_no_gradient(name):
+    rows = torch.randn(5, 12)
+    energy = E.create(name, dim=6)
+    assert not energy(rows).requires_grad
+    assert energy(rows.requires_grad_()).requires_grad

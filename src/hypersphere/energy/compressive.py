@@ -579,9 +579,10 @@ class _Moving(_Projected):
             with torch.no_grad():
                 torch._foreach_copy_(held, list(projections.unbind()))
         if self.unroll_steps:
-            seen = vectors if self.second_order else still
+            through = self.second_order and vectors.requires_grad  # frozen weights have nothing to differentiate
+            seen = vectors if through else still
             projections = descend(
-                lambda P: self._objective(seen, P), projections, self.rate, self.unroll_steps, unroll=self.second_order
+                lambda P: self._objective(seen, P), projections, self.rate, self.unroll_steps, unroll=through
             )
         return projections
 
