@@ -17,7 +17,8 @@ from torch.nn.utils import parametrize
 from hypersphere import energy as E
 from hypersphere import recipe
 from hypersphere.data import load
-from hypersphere.energy.compressive import CONDITION, descend, project
+from hypersphere.energy.compressive import descend, project
+from hypersphere.energy.low_rank import CONDITION
 from hypersphere.energy.projections import ProjectionBank, count_sketch, draw, subsampled_hadamard
 from hypersphere.errors import ArgumentError
 from hypersphere.train.run import RunFolder

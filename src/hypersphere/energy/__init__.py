@@ -6,16 +6,15 @@ from hypersphere.energy.compressive import (
     AdvCoMHE,
     APCoMHE,
     BPCoMHE,
-    BPLowRank,
     Compressive,
     GroupCoMHE,
-    LowRankBilateral,
     NaiveCoMHE,
     RPCoMHE,
     compressive_energy,
     preservation_loss,
 )
 from hypersphere.energy.layers import Neurons, Selection, neurons, select
+from hypersphere.energy.low_rank import BPLowRank, LowRankBilateral
 from hypersphere.energy.mhe import MHE, hyperspherical_energy
 from hypersphere.energy.minibatch import InterClass, batch_pairs, batch_versus_all, caffe_inter_class, subset
 from hypersphere.energy.minimise import Minimum, minimise, prototypes, refine
