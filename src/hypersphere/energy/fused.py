@@ -29,12 +29,14 @@ DEPTH = 64
 PANEL = 8192
 """Rows and columns of the slopes that are kept at a time: 128 MiB."""
 PANEL_ELEMENTS = 2**25
+"""Cosines of few vectors that are kept at a time, over the batch."""
 FEW_ROWS, FEW_COLUMNS = 32, 64
 NEAR = 0.2
 """Squared chords below this are found from differences, where cosines come from fp16 or TF32 products."""
-FLOOR = tl.constexpr(1e-6)
+FLOOR = tl.constexpr(pairs.FLOOR[torch.float32])
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HALF_RANGE = 3e4
+"""Largest slope that is kept in fp16, in units of that of orthogonal vectors."""
 
 
 @triton.jit
@@ -115,13 +117,13 @@ def _terms(q, p, s, scale, offset, factor, KIND: tl.constexpr, SHAPE: tl.constex
 
 
 @triton.jit
-def _from_differences(q, rows, columns, i, j, n, dim, near, BOTH: tl.constexpr):
+def _from_differences(q, units, i, j, n, dim, near, BOTH: tl.constexpr):
     """Squared chords, also with mirror images, the short ones computed once more without cancellation."""
     p = 4 - q
     close = tl.zeros_like(q)
     opposite = tl.zeros_like(q)
-    left = rows + i.to(tl.int64) * dim
-    right = columns + j.to(tl.int64) * dim
+    left = units + i.to(tl.int64) * dim
+    right = units + j.to(tl.int64) * dim
     for start in range(0, dim, 8):
         for step in tl.static_range(8):  # loads that do not wait for each other
             k = start + step
@@ -211,7 +213,7 @@ def _few_kernel(
         narrow = tl.minimum(q, p) if BOTH else q
         if tl.min(narrow) < near:
             here = units + batch.to(tl.int64) * n * dim
-            q, p = _from_differences(q, here, here, i, j, n, dim, near, BOTH)
+            q, p = _from_differences(q, here, i, j, n, dim, near, BOTH)
     value, slope = _terms(q, p, s, scale, offset, factor, KIND, SHAPE, HALF)
     tl.store(place, tl.where(pair, slope, 0.0), mask=inside)
     program = (batch * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
@@ -295,7 +297,7 @@ def _many_kernel(
         tl.store(place, tl.where(far, slope * strength, 0.0).to(tl.float16), mask=inside)
     if tl.min(narrow) < near:
         if EXACT:
-            q, p = _from_differences(q, units, units, i, j, n, dim, near, BOTH)
+            q, p = _from_differences(q, units, i, j, n, dim, near, BOTH)
         value, slope = _terms(q, p, s, scale, offset, factor, KIND, SHAPE, HALF)
         nearby = pair & (narrow < near)
         total += tl.sum(tl.where(nearby, value, 0.0))
