@@ -1,0 +1,612 @@
+r"""Matrix functions with exact, cheap derivatives: what the orthogonal maps are made of.
+
+Everything works on ``(..., d, d)`` tensors in float32 or float64, products are true float32 in both passes whatever the
+process allows elsewhere, and nothing but the singular and the eigenvalue decomposition waits for the device. Backward
+passes are closed forms of a few products, written with differentiable operations, so that they have derivatives, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hypersphere.geometry import full_precision
+
+
+@contextmanager
+def exact_products(precision: str = "ieee") -> Iterator[None]:
+    """Context in which float32 products are not rounded to TF32 or bfloat16, whatever the process allows elsewhere.
+
+    With ``precision="tf32"`` they are on a GPU, for products whose errors the next ones set right.
+
+    A compiled graph keeps the setting of the process (``torch.set_float32_matmul_precision``), which it cannot change.
+
+    Example:
+        >>> with exact_products():
+        ...     torch.backends.cuda.matmul.fp32_precision
+        'ieee'
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    cuda: Any = torch.backends.cuda
+    mkldnn: Any = torch.backends.mkldnn
+    before = cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision
+    try:
+        cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision = precision, "ieee"
+        yield
+    finally:
+        cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision = before
+
+
+@contextmanager
+def _exact(x: Tensor) -> Iterator[None]:
+    """Exact products, and autocast off for the device of ``x``."""
+    with full_precision(x), exact_products():
+        yield
+
+
+def eye(x: Tensor) -> Tensor:
+    """Identity of the size, type and device of the matrices ``x``, without their leading dimensions."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+def skew(P: Tensor) -> Tensor:
+    r"""Skew matrix :math:`W = U - U^T` of the strict upper triangle :math:`U` of ``P``; the rest is not read.
+
+    Example:
+        >>> skew(torch.ones(2, 2))
+        tensor([[ 0.,  1.],
+                [-1.,  0.]])
+    """
+    upper = P.triu(1)
+    return upper - upper.mT
+
+
+class _Product(torch.autograd.Function):
+    """A product and, in its backward pass, two, all of them exact."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        with _exact(a):
+            return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        left, right = ctx.needs_input_grad
+        return (product(grads[0], b.mT) if left else None, product(a.mT, grads[0]) if right else None)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of matrices with equal leading dimensions, under :func:`exact_products` in both passes.
+
+    Example:
+        >>> product(torch.ones(1, 2), torch.ones(2, 1))
+        tensor([[2.]])
+    """
+    return a @ b if torch.compiler.is_compiling() else _Product.apply(a, b)  # nothing to set in a compiled graph
+
+
+class _SolveTriangular(torch.autograd.Function):
+    """``T^-1 B`` for a triangular ``T``."""
+
+    @staticmethod
+    def forward(T: Tensor, B: Tensor, upper: bool) -> Tensor:
+        with _exact(T):
+            return torch.linalg.solve_triangular(T, B, upper=upper)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.upper = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        T, X = ctx.saved_tensors
+        d_B = solve_triangular(T.mT, grads[0], upper=not ctx.upper)
+        if not ctx.needs_input_grad[0]:
+            return None, d_B, None
+        d_T = product(d_B, X.mT)
+        return (-d_T.triu() if ctx.upper else -d_T.tril()), d_B, None
+
+
+def solve_triangular(T: Tensor, B: Tensor, *, upper: bool = True) -> Tensor:
+    """``T^-1 B`` for triangular ``T`` with non-zero diagonal, exact in both passes.
+
+    Example:
+        >>> solve_triangular(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.eye(2))
+        tensor([[ 0.5000, -0.5000],
+                [ 0.0000,  1.0000]])
+    """
+    return _SolveTriangular.apply(T, B, upper)
+
+
+def polynomial(X: Tensor, coefficients: Sequence[float]) -> Tensor:
+    r""":math:`\sum_k c_k X^k` with about :math:`2\sqrt{n}` products for degree :math:`n` (Paterson and Stockmeyer).
+
+    Example:
+        >>> polynomial(2 * torch.eye(1), [1, 1, 1, 1])
+        tensor([[15.]])
+    """
+    identity, degree = eye(X), len(coefficients) - 1
+    width = max(1, round(math.sqrt(degree)))
+    powers = [X]
+    while len(powers) < width:
+        powers.append(product(powers[(len(powers) - 1) // 2], powers[len(powers) // 2]))
+
+    def block(first: int, last: int) -> Tensor:
+        total = coefficients[first] * identity
+        for power in range(1, last - first + 1):
+            total = total + coefficients[first + power] * powers[power - 1]
+        return total
+
+    # The highest block also takes the power that the lower ones are multiplied by.
+    start = max(0, (degree - 1) // width * width)
+    total = block(start, degree)
+    while start:
+        start -= width
+        total = block(start, start + width - 1) + product(total, powers[-1])
+    return total if degree else total.expand_as(X)
+
+
+def spectral_norm(M: Tensor, steps: int = 4) -> Tensor:
+    """Estimate from below of the largest singular value, ``(..., 1, 1)``, by ``steps`` power steps of 8 vectors.
+
+    It is no more than 10 per cent or so too small, and does not wait for the device.
+
+    Example:
+        >>> spectral_norm(torch.diag(torch.tensor([1.0, 3.0])))
+        tensor([[3.0000]])
+    """
+    M = M.detach()
+    index = torch.arange(8 * M.shape[-1], dtype=M.dtype, device=M.device).reshape(-1, 8)
+    x = ((index * 0.6180339887) % 1 - 0.5).expand(*M.shape[:-2], -1, -1)
+    tiny = torch.finfo(M.dtype).tiny
+    largest = M.new_zeros(())
+    with _exact(M):
+        for _ in range(steps):
+            x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp(min=tiny)
+            y = M @ x
+            largest = torch.linalg.vector_norm(y, dim=-2, keepdim=True).amax(-1, keepdim=True)
+            x = M.mT @ y
+    return largest
+
+
+# ------------------------------------------------------------------------------------------------------- Cayley
+
+
+def _solved(W: Tensor) -> Tensor:
+    """The Cayley map of ``W`` with no wait for the device.
+
+    A GPU factorises no batch inside a captured CUDA graph but by Cholesky, so it is :math:`(I - W)^T (I + W^TW)^{-1}`
+    there.
+    """
+    identity = eye(W)
+    A = identity - W
+    if not W.is_cuda:
+        lu, pivots, _ = torch.linalg.lu_factor_ex(A)
+        return _polished(torch.linalg.lu_solve(lu, pivots, identity + W))  # a large W costs the solve digits
+    L = _cholesky(identity + W.mT @ W)
+    half = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+    X = A.mT @ (half.mT @ half)
+    return 2 * (X + X @ (identity - A @ X)) - identity  # that product squared the condition number
+
+
+def _cholesky(S: Tensor) -> Tensor:
+    """Cholesky factors on a GPU; batches of large ones cannot be captured in a CUDA graph, so these go one by one."""
+    if S.shape[-1] < 1024 or S.numel() == S.shape[-1] ** 2:
+        return torch.linalg.cholesky_ex(S)[0]
+    single = S.reshape(-1, *S.shape[-2:]).unbind(0)
+    return torch.stack([torch.linalg.cholesky_ex(matrix)[0] for matrix in single]).view(S.shape)
+
+
+class _Cayley(torch.autograd.Function):
+    """``(I + W)(I - W)^-1`` by a solve, or by Newton steps from the result for a ``W`` nearby."""
+
+    @staticmethod
+    def forward(W: Tensor, nearby: Tensor | None, refinements: int) -> Tensor:
+        identity = eye(W)
+        A = identity - W
+        with _exact(W):
+            if nearby is None:
+                return _solved(W)
+            A, X = (M.reshape(-1, *W.shape[-2:]) for M in (A, (nearby + identity) / 2))
+            for step in range(refinements):
+                # What fast products lose before the last step, that finds.
+                with exact_products("ieee" if step == refinements - 1 else "tf32"):
+                    residual = torch.baddbmm(identity, A, X, alpha=-1)
+                with exact_products("tf32"):
+                    X = torch.baddbmm(X, X, residual)
+            A, X = A.view(W.shape), X.view(W.shape)
+            # |X|_F^2 <= d for the inverse, and on the way to it from the new start. Skew: |W|_2^2 <= |W|_F^2 / 2.
+            X = torch.where(_squared(X) <= 1.5 * W.shape[-1], X, A.mT / (1 + _squared(W) / 2))
+            return 2 * X - identity
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (R,) = ctx.saved_tensors
+        inverse = (R.mT + eye(R)) / 2  # (I + W)^-1
+        return 2 * product(product(inverse, grads[0]), inverse), None, None
+
+
+def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Tensor:
+    r""":math:`R = (I + W)(I - W)^{-1}` of skew ``W``.
+
+    The backward pass is two products with ``R``: :math:`M = \tfrac12 (R^T + I) G (R^T + I)`.
+
+    Args:
+        W: Skew matrices.
+        nearby: The result for a ``W'`` nearby: then ``refinements`` steps :math:`X \leftarrow X + X(I - (I - W)X)` of
+            :math:`X = (I - W)^{-1} = (R + I)/2` take the place of the solve. Where they diverge
+            (:math:`\|W - W'\|_2 \ge 1`), ``X`` is started anew at :math:`(I - W)^T / c`, from which later calls
+            converge.
+        refinements: Number of steps, two products each.
+
+    Example:
+        >>> cayley(torch.zeros(2, 2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    return _Cayley.apply(W, nearby, refinements)
+
+
+def _polished(R: Tensor) -> Tensor:
+    """A nearly orthogonal matrix with its error squared, down to rounding."""
+    return 1.5 * R - 0.5 * R @ (R.mT @ R)
+
+
+def _squared(M: Tensor) -> Tensor:
+    """Squared Frobenius norm, ``(..., 1, 1)``."""
+    return torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True).square()
+
+
+# ------------------------------------------------------------------------------------------------- Gram-Schmidt
+
+
+class _Orthonormalise(torch.autograd.Function):
+    """``P = Q T`` with upper triangular ``T``, by QR or by Newton steps from a ``T^-1`` nearby.
+
+    Returns Q, then T and the sign of det P (QR) or T^-1 and nothing (Newton).
+    """
+
+    @staticmethod
+    def forward(P: Tensor, N: Tensor | None, refinements: int) -> tuple[Tensor, Tensor, Tensor]:
+        with _exact(P):
+            if N is None:
+                packed, tau = torch.geqrf(P)
+                signs = 1 - 2 * (packed.diagonal(dim1=-2, dim2=-1) < 0).to(P.dtype)
+                # Each reflection with tau != 0 has determinant -1.
+                det = signs.prod(-1) * (1 - 2 * ((tau != 0).sum(-1) % 2)).to(P.dtype)
+                Q = torch.linalg.householder_product(packed, tau) * signs.unsqueeze(-2)
+                return Q, packed.triu() * signs.unsqueeze(-1), det
+            d, first = P.shape[-1], N
+            good = torch.ones_like(N[..., :1, :1], dtype=torch.bool)
+            scale_of = torch.ones(d, d, dtype=P.dtype, device=P.device).triu(1) + 0.5 * eye(P)
+            for step in range(refinements):
+                # What fast products lose before the last step, that finds.
+                with exact_products("ieee" if step == refinements - 1 else "tf32"):
+                    Q = P @ N
+                    U = (Q.mT @ Q - eye(P)) * scale_of
+                good = good & (U.diagonal(dim1=-2, dim2=-1) < 1).all(-1)[..., None, None]  # or a sign of N flips
+                with exact_products("tf32"):
+                    N = N - N @ U
+            with exact_products("tf32"):
+                Q = Q - Q @ U
+            # |Q|_F^2 = d for the limit and less on the way to it from below.
+            good = good & (_squared(Q) <= 1.5 * d)
+            scale = _squared(P).clamp(min=torch.finfo(P.dtype).tiny).rsqrt()
+            signs = torch.where(first.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(P.dtype)
+            N = torch.where(good, N, torch.diag_embed(signs) * scale)
+            return torch.where(good, Q, P * signs.unsqueeze(-2) * scale), N, P.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: tuple[Tensor, ...]) -> None:
+        ctx.newton = inputs[1] is not None
+        ctx.save_for_backward(inputs[0], *output[:2])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        P, Q, factor = ctx.saved_tensors
+        A = product(Q.mT, grads[0])
+        B = product(Q, (A - A.mT).tril(-1))
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a derivative of this one is wanted
+        if ctx.newton and not again:
+            return product(B, factor.mT), None, None
+        T, dead = guarded(product(Q.mT, P).triu() if again else factor, P)
+        return solve_triangular(T, B.masked_fill(dead.unsqueeze(-2), 0).mT).mT, None, None
+
+
+def guarded(T: Tensor, P: Tensor) -> tuple[Tensor, Tensor]:
+    """The triangular factor of ``P`` with the identity's rows for columns that depend on others; which these are."""
+    dead = T.diagonal(dim1=-2, dim2=-1).abs() <= 10 * torch.finfo(P.dtype).eps * torch.linalg.vector_norm(P, dim=-2)
+    return torch.where(dead.unsqueeze(-1), eye(T), T), dead
+
+
+def orthonormalise(P: Tensor, N: Tensor | None = None, refinements: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Orthonormal columns ``Q`` with :math:`P = QT`, ``T`` upper triangular with positive diagonal.
+
+    The backward pass is :math:`Q\,\mathrm{tril}(A - A^T, -1)\,T^{-T}` with :math:`A = Q^T G`. A column that depends on
+    those before it gets some direction orthogonal to the rest and passes no gradient.
+
+    Args:
+        P: Square matrices.
+        N: The inverse of ``T`` of matrices nearby: then ``refinements`` steps take the place of the factorisation,
+            :math:`Q = PN`, :math:`E = Q^TQ - I`, :math:`U = \mathrm{triu}(E, 1) + \mathrm{diag}(E)/2`, and both ``Q``
+            and ``N`` lose their product with ``U``. Signs on the diagonal of ``N`` stay as they are. Where the steps
+            diverge, ``N`` is started anew at a multiple of the identity, from which later calls converge.
+        refinements: Number of steps, three products each.
+
+    Returns:
+        ``Q``; without gradient ``T`` and the sign of det P, or with ``N`` given the new ``N`` and an empty tensor.
+
+    Example:
+        >>> orthonormalise(torch.tensor([[3.0, -1.0], [4.0, 2.0]]))[0]
+        tensor([[ 0.6000, -0.8000],
+                [ 0.8000,  0.6000]])
+    """
+    return _Orthonormalise.apply(P, N, refinements)
+
+
+def reflections(V: Tensor) -> Tensor:
+    r"""Product :math:`\prod_j (I - 2 v_j v_j^T / \|v_j\|^2)` over the columns of ``V`` in compact form.
+
+    With unit columns :math:`U` it is :math:`I - U T U^T`, :math:`T^{-1} = \mathrm{triu}(U^TU, 1) + I/2`: two products
+    and a triangular solve. A zero column is no reflection and passes no gradient.
+
+    Args:
+        V: ``(..., d, m)``.
+
+    Returns:
+        ``(..., d, d)``.
+
+    Example:
+        >>> reflections(torch.tensor([[1.0], [2.0]]))
+        tensor([[ 0.6000, -0.8000],
+                [-0.8000, -0.6000]])
+    """
+    length = torch.linalg.vector_norm(V, dim=-2, keepdim=True)
+    nonzero = length > math.sqrt(torch.finfo(V.dtype).tiny)
+    U = torch.where(nonzero, V / torch.where(nonzero, length, 1), 0)
+    inverse = product(U.mT, U).triu(1) + 0.5 * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
+    return torch.eye(V.shape[-2], dtype=V.dtype, device=V.device) - product(U, solve_triangular(inverse, U.mT))
+
+
+# -------------------------------------------------------------------------------------------------------- polar
+
+
+class _Sylvester(torch.autograd.Function):
+    """The skew ``K`` with ``H K + K H = C`` for symmetric positive definite ``H`` and skew ``C``."""
+
+    @staticmethod
+    def forward(H: Tensor, C: Tensor, V: Tensor | None, sigma: Tensor | None, steps: int) -> Tensor:
+        with _exact(C):
+            if V is None or sigma is None:
+                return _conjugate_gradients(H, C, steps)
+            sums = sigma.unsqueeze(-1) + sigma.unsqueeze(-2)
+            dead = sums <= 10 * torch.finfo(C.dtype).eps * sigma.amax(-1, keepdim=True).unsqueeze(-1)
+            K = (V.mT @ C @ V).masked_fill(dead, 0) / sums.masked_fill(dead, 1)
+            return V @ K @ V.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        H, _, V, sigma, ctx.steps = inputs
+        ctx.save_for_backward(H, V, sigma, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        H, V, sigma, K = ctx.saved_tensors
+        G = grads[0]
+        d_C = _Sylvester.apply(H, (G - G.mT) / 2, V, sigma, ctx.steps)
+        if not ctx.needs_input_grad[0]:
+            return None, d_C, None, None, None
+        L = product(d_C, K)  # both skew, so that K d_C is its transpose
+        return L + L.mT, d_C, None, None, None
+
+
+def _conjugate_gradients(H: Tensor, C: Tensor, steps: int) -> Tensor:
+    """``H K + K H = C`` by conjugate gradients, one product a step: both terms are the same but for a transpose."""
+
+    def ratio(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(b > 0, a / torch.where(b > 0, b, 1), 0)
+
+    K, residual, direction, squared = torch.zeros_like(C), C, C, _squared(C)
+    for _ in range(steps):
+        half = H @ direction
+        image = half - half.mT
+        step = ratio(squared, (direction * image).sum((-2, -1), keepdim=True))
+        K, residual = K + step * direction, residual - step * image
+        before, squared = squared, _squared(residual)
+        direction = residual + ratio(squared, before) * direction
+    return K
+
+
+class _Polar(torch.autograd.Function):
+    """Nearest orthogonal matrix; the second and third result are V and the singular values, where they are known."""
+
+    @staticmethod
+    def forward(P: Tensor, method: str, steps: int, scale: str) -> tuple[Tensor, Tensor, Tensor]:
+        with _exact(P):
+            if method == "svd":
+                left, sigma, right = torch.linalg.svd(P)
+                return _polished(left @ right), right.mT, sigma
+            none = P.new_empty(0)
+            if method == "newton":
+                return _polished(_newton_polar(P, steps)), none.clone(), none
+            size = spectral_norm(P) if scale == "spectral" else _squared(P).sqrt()
+            X = P / size.clamp(min=torch.finfo(P.dtype).tiny)
+            for _ in range(steps):
+                X = _polished(X)
+            return X, none.clone(), none
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        P, ctx.method, ctx.steps, _ = inputs
+        ctx.save_for_backward(P, *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        P, R, V, sigma = ctx.saved_tensors
+        A = product(R.mT, grads[0])
+        H = product(R.mT, P)
+        H = (H + H.mT) / 2
+        if ctx.method == "newton":
+            with _exact(P):
+                sigma, V = torch.linalg.eigh(H.detach())
+                sigma = sigma.clamp(min=0)
+        if ctx.method == "newton-schulz":
+            V = sigma = None
+        K = _Sylvester.apply(H, A - A.mT, V, sigma, sylvester_steps(ctx.steps))
+        return product(R, K), None, None, None
+
+
+def _newton_polar(P: Tensor, steps: int) -> Tensor:
+    """Newton's iteration ``X <- (c X + (c X)^-T) / 2`` with the scale c that balances both terms."""
+    tiny = torch.finfo(P.dtype).tiny
+    X = P / _squared(P).sqrt().clamp(min=tiny)
+    for _ in range(steps):
+        inverse, _ = torch.linalg.inv_ex(X)
+        # A singular matrix stays as it is: finite and, as its error says, not orthogonal.
+        usable = inverse.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        inverse = torch.where(usable, inverse, X.mT)
+        c = (_squared(inverse) / _squared(X).clamp(min=tiny)) ** 0.25
+        X = torch.where(usable, (c * X + inverse.mT / c) / 2, X)
+    return X
+
+
+def sylvester_steps(steps: int) -> int:
+    r"""Conjugate gradient steps for the matrices that ``steps`` Newton-Schulz steps suffice for.
+
+    These have ratios of singular values up to about :math:`1.5^{steps - 4}`, and a step of conjugate gradients divides
+    the error by about :math:`e^{2 / \sqrt{ratio}}`.
+
+    Example:
+        >>> sylvester_steps(7)
+        14
+    """
+    return math.ceil(7.5 * 1.5 ** (max(steps - 4, 0) / 2))
+
+
+def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectral") -> Tensor:
+    r"""Orthogonal factor :math:`R` of :math:`P = RH` with symmetric positive semidefinite :math:`H`.
+
+    The backward pass is :math:`R K` with :math:`HK + KH = A - A^T`, :math:`A = R^TG`, which only has sums of singular
+    values in its denominators; pairs whose sum is 0 pass no gradient.
+
+    Args:
+        P: Square matrices.
+        method: ``"svd"``, ``"newton"`` (inverses) or ``"newton-schulz"`` (products only, also in the backward pass).
+        steps: Of the iteration.
+        scale: Of the start of Newton-Schulz: by the estimated largest singular value (``"spectral"``) or by the norm
+            (``"frobenius"``).
+
+    Example:
+        >>> polar(2 * torch.eye(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    return _Polar.apply(P, method, steps, scale)[0]
+
+
+# -------------------------------------------------------------------------------------------- exponential, Givens
+
+TAYLOR = {torch.float32: (12, 1.6), torch.float64: (16, 0.8)}
+"""Degree of the Taylor polynomial by type, and the spectral norm up to which its error is below one rounding."""
+
+
+def exponential(W: Tensor, max_norm: float) -> Tensor:
+    r"""Exponential of normal matrices whose spectral norm is at most ``max_norm``: a Taylor polynomial and squarings.
+
+    Five products (float32) or six (float64) and :math:`\lceil\log_2(\mathrm{max\_norm} / 1.6)\rceil` squarings; two
+    products for each in the backward pass.
+
+    Example:
+        >>> exponential(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), 4.0)
+        tensor([[ 0.5403,  0.8415],
+                [-0.8415,  0.5403]])
+    """
+    degree, reach = TAYLOR[W.dtype]
+    squarings = max(0, math.ceil(math.log2(max(max_norm, 1e-9) / reach)))
+    R = polynomial(W / 2**squarings, [1 / math.factorial(k) for k in range(degree + 1)])
+    for _ in range(squarings):
+        R = product(R, R)
+    return R
+
+
+class _Givens(torch.autograd.Function):
+    """Product of the rotations of all pairs of axes, in 2 d - 3 stages of disjoint rotations.
+
+    Pairs (i, j) of one sum i + j are disjoint, and two pairs that share an axis are in the lexicographic order of their
+    sums. A stage is ``R <- R * cosines + R[:, partner] * sines``.
+    """
+
+    @staticmethod
+    def forward(angles: Tensor) -> Tensor:
+        R = eye(angles).expand_as(angles)
+        for cosines, sines, partner in _stages(angles):
+            R = _rotate(R, cosines, sines, partner)
+        return R.clone() if R.shape[-1] == 1 else R
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        # With A = R_t^T G_t after stage t, the slope of the angle of (i, j) is A_ji - A_ij, and A before the stage is
+        # B A B^T.
+        angles, R = ctx.saved_tensors
+        A = product(R.mT, grads[0])
+        A = A - A.mT
+        slopes = torch.zeros_like(A)
+        index = torch.arange(A.shape[-1], device=A.device)
+        for cosines, sines, partner in reversed(_stages(angles)):
+            here = (index.unsqueeze(-1) < index) & (partner.unsqueeze(-1) == index)
+            slopes = torch.where(here, -A, slopes)
+            A = _rotate(_rotate(A, cosines, -sines, partner).mT, cosines, -sines, partner).mT
+        return slopes
+
+
+def _stages(angles: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Cosines, signed sines and partners of all axes for each stage; an axis without a partner is its own."""
+    d = angles.shape[-1]
+    axis = torch.arange(d, device=angles.device)
+    other = 1 + torch.arange(max(2 * d - 3, 0), device=angles.device).unsqueeze(-1) - axis
+    paired = (other >= 0) & (other < d) & (other != axis)
+    partner = torch.where(paired, other, axis)
+    angle = torch.where(paired, angles[..., torch.minimum(axis, partner), torch.maximum(axis, partner)], 0)
+    cosines, sines = angle.cos(), angle.sin() * torch.where(axis < partner, 1, -1)
+    return list(zip(cosines.unbind(-2), sines.unbind(-2), partner.unbind(0), strict=True))
+
+
+def _rotate(R: Tensor, cosines: Tensor, sines: Tensor, partner: Tensor) -> Tensor:
+    return R * cosines.unsqueeze(-2) + R[..., partner] * sines.unsqueeze(-2)
+
+
+def givens(angles: Tensor) -> Tensor:
+    r"""Product :math:`\prod_{i<j} G(i, j, \theta_{ij})` of plane rotations in lexicographic order.
+
+    Args:
+        angles: ``(..., d, d)``, of which the strict upper triangle is read.
+
+    Example:
+        >>> givens(torch.tensor([[0.0, math.pi / 6], [0.0, 0.0]]))
+        tensor([[ 0.8660, -0.5000],
+                [ 0.5000,  0.8660]])
+    """
+    return _Givens.apply(angles)

@@ -1,0 +1,668 @@
+r"""Orthogonal training of any model: neurons stay as they are drawn, and one rotation for each layer is learned."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from hypersphere.energy.minimise import refine as minimised
+from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.geometry import at_least_float32, normalise
+from hypersphere.nn.convert import _PLACES, Choice, Kind, _classes, _is_ordinary, _listed, _matcher, _on_shortcut
+from hypersphere.nn.modules import KINDS
+from hypersphere.orthogonal.maps import Map, create, orthogonality_error
+from hypersphere.orthogonal.rotation import Layout, Rotation, Together, rotations
+
+M = TypeVar("M", bound=nn.Module)
+Init = str | Callable[[Tensor], Any]
+
+_TOGETHER = "_rotated_together"  # attribute of a model that has rotations: the object and its hooks
+
+
+def apply(
+    model: M,
+    map: str | Map = "cayley",
+    *,
+    types: Kind | Iterable[Kind] | None = None,
+    include: Choice | None = None,
+    exclude: Choice | None = None,
+    skip: str | Iterable[str] | None = ("last",),
+    init: Init | None = None,
+    mean: float = 0.0,
+    unit_norm: bool = False,
+    gain: float = 1.0,
+    refine: int | Mapping[str, Any] = 0,
+    start: str = "identity",
+    learn_neurons: bool = False,
+    blocks: int = 1,
+    share_blocks: bool = False,
+    sample: float | None = None,
+    sampling: str = "uniform",
+    sides: str = "in",
+    seed: int | None = None,
+    **options: Any,
+) -> M:
+    r"""Orthogonal over-parameterised training (OPT) of a model's layers, in place.
+
+    The present neurons V of each chosen layer are frozen, and the layer computes with :math:`W = R V`, R orthogonal and
+    learned. R is the identity at the start, so the model computes what it did. Norms of neurons, angles between them
+    and every hyperspherical energy stay as they are, however long it is trained; biases, normalisation and layers that
+    are not chosen are trained as always. :func:`merge` gives the plain model back, :func:`check` shows how far
+    rotations have come and how exact they are. Build the optimiser afterwards, with no weight decay on the rotations
+    (:func:`parameter_groups`).
+
+    The matrices of all layers are computed once in each forward pass of the model, those of equal size together.
+
+    Args:
+        model: Any module, or a layer.
+        map: How R comes from free parameters: the name of a map (``hypersphere list orthogonal``) or a map.
+        types: Classes of layers, or patterns of their names (``"conv*"``); by default all linear and convolution
+            layers, transposed ones and the linear layers of GPT-2 in transformers included.
+        include: Which layers: patterns of their names in the model (``"stages.*"``), or a function of name and layer.
+        exclude: Which not, in the same way.
+        skip: Places to leave alone: ``"first"`` layer, ``"last"`` linear layer (the classifier), ``"shortcut"`` (1x1
+            convolutions on shortcuts).
+        init: Draw the neurons anew before they are frozen: ``"kaiming"`` (normal, variance 2/d), ``"xavier"`` (normal,
+            2/(d+n)), ``"normal"`` (variance 1), or a function that fills a weight in place. Directions of normal
+            vectors are uniform on the sphere, which is close to the least energy.
+        mean: Mean of the entries that ``init`` draws; above 0 directions crowd together and the energy is high.
+        unit_norm: Set the norm of every neuron to ``gain``; zero neurons stay zero.
+        gain: Factor on neurons: nothing else can change their norms later.
+        refine: Steps that minimise the energy of the neurons before they are frozen, or the arguments of
+            :func:`hypersphere.energy.refine`.
+        start: ``"identity"``, or ``"normal"``: free parameters are standard normal numbers, as was published, and R
+            is far from the identity.
+        learn_neurons: Train V, too, which angles do not survive.
+        blocks: Number of equal blocks on the diagonal of R, along the input channels (PE-OPT); layers whose number of
+            channels it does not divide get one block.
+        share_blocks: One block for all places on the diagonal.
+        sample: Turn only so many coordinates at a time, a share below 1 or a number (S-OPT); the first chosen layer is
+            turned whole. :class:`hypersphere.orthogonal.Resampling` draws new ones during training.
+        sampling: ``"uniform"``; ``"partition"``: each coordinate comes once before any comes again; ``"blocks"``: all
+            coordinates, in random blocks of that size; ``"channels"``: whole input channels.
+        sides: ``"in"``: turn neurons; ``"both"``: turn the axis of outputs, too (POET), which keeps singular values but
+            not the angles.
+        seed: Makes all that is drawn a function of this number and the layer's name; by default torch's own source.
+        **options: Options of the map.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError: For a bad argument, and where no layer is chosen; the model is unchanged then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> x = torch.randn(5, 8)
+        >>> before = model(x)
+        >>> torch.allclose(apply(model, "cayley")(x), before, atol=1e-6)
+        True
+        >>> [name for name, _ in model.named_parameters()]
+        ['0.bias', '0.parametrizations.weight.0.free', '2.weight', '2.bias']
+    """
+    chosen_map = create(map, **options) if isinstance(map, str) else map
+    check_choice("start", start, ("identity", "normal"))
+    check_choice("sides", sides, ("in", "both"))
+    check_range("blocks", blocks, 1)
+    check_range("gain", gain, 0, open_low=True)
+    if sample is not None:
+        check_range("sample", sample, 0, open_low=True)
+        check_choice("sampling", sampling, tuple(SAMPLINGS))
+    if isinstance(init, str):
+        check_choice("init", init, tuple(_DEVIATIONS))
+    if seed is None and (init is not None or start == "normal" or sample is not None):
+        seed = int(torch.randint(2**31, ()))
+    layers = choose(model, types, include, exclude, skip)
+    for place, (name, layer) in enumerate(layers.items()):
+        generator = source(seed, name)
+        _prepare(layer, init, mean, unit_norm, gain, refine, generator)
+        if not learn_neurons:
+            freeze(layer)
+        for axis in ("in", "out")[: 1 + (sides == "both")]:
+            share = None if sample is not None and place == 0 and sides == "in" and len(layers) > 1 else sample
+            rotation = _rotation(chosen_map, layer, axis, blocks, share_blocks, share, sampling, generator)
+            if start == "normal":
+                with torch.no_grad():
+                    noise = torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype)
+                    rotation.free.copy_(noise)
+                    if rotation.carried is not None:
+                        rotation.carried.copy_(chosen_map.carry(rotation.free))  # type: ignore[arg-type]
+            parametrize.register_parametrization(layer, "weight", rotation, unsafe=True)
+        if chosen_map.orthogonal and sides == "in" and not learn_neurons:
+            layer.keeps_angles = True
+    gather(model)
+    return model
+
+
+# --------------------------------------------------------------------------------------------- which layers
+
+
+def choose(
+    model: nn.Module,
+    types: Kind | Iterable[Kind] | None,
+    include: Choice | None,
+    exclude: Choice | None,
+    skip: str | Iterable[str] | None,
+) -> dict[str, Any]:
+    """The layers to be turned, by name; raises where there is none."""
+    places = [skip] if isinstance(skip, str) else list(skip or ())
+    for place in places:
+        check_choice("skip", place, tuple(_PLACES))
+    found = _layers(model)
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    classes = None if types is None else _classes(types)
+    included = None if include is None else _matcher("include", include)
+    excluded = None if exclude is None else _matcher("exclude", exclude)
+    linear = [m for m in found if isinstance(m, nn.Linear)]
+    at: dict[str, set[nn.Module]] = {
+        "first": {*list(found)[:1]},
+        "last": {*linear[-1:]},
+        "shortcut": {m for m, names in found.items() if _on_shortcut(m, names)},
+    }
+
+    def why(module: nn.Module, names: list[str]) -> str:
+        obstacle = _obstacle(module, holders)
+        if obstacle:
+            return obstacle
+        if classes and not isinstance(module, classes):
+            return "not in types"
+        if included and not any(included(name, module) for name in names):
+            return "not in include"
+        if excluded and any(excluded(name, module) for name in names):
+            return "in exclude"
+        place = next((place for place in places if module in at[place] and module is not model), None)
+        return f'{_PLACES[place]} (skip="{place}")' if place else ""
+
+    reasons = {module: why(module, names) for module, names in found.items()}
+    chosen = {names[0]: module for module, names in found.items() if not reasons[module]}
+    if not chosen:
+        raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(found, reasons)}")
+    return chosen
+
+
+def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All layers that have neurons, with their names in the model, in order of registration."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if (isinstance(module, tuple(KINDS)) or _by_column(module)) and "parametrizations" not in name.split("."):
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def _by_column(module: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2 and its kin in transformers."""
+    return type(module).__name__.removeprefix("Parametrized") == "Conv1D" and hasattr(module, "nf")
+
+
+def _obstacle(module: Any, holders: Mapping[int, int]) -> str:
+    if isinstance(module, LazyModuleMixin):
+        return "lazy: run a batch through the model first"
+    if parametrize.is_parametrized(module, "weight"):
+        own = all(isinstance(part, Rotation) for part in module.parametrizations.weight)
+        return "turned already: merge it first" if own else "its weight is parametrised"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "a hook computes its weight" if "weight" in vars(module) else "no weight of its own"
+    if not _is_ordinary(weight):
+        return "quantised"
+    return "another module shares its weight" if holders[id(weight)] > 1 else ""
+
+
+# ---------------------------------------------------------------------------------------------- neurons
+
+
+_DEVIATIONS: dict[str, Callable[[int, int], float]] = {
+    "kaiming": lambda n, d: math.sqrt(2 / d),
+    "xavier": lambda n, d: math.sqrt(2 / (n + d)),
+    "normal": lambda n, d: 1.0,
+}
+
+
+def source(seed: int | None, name: str) -> torch.Generator | None:
+    """A source of random numbers that depends on a seed and a layer's name alone."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+@torch.no_grad()
+def _prepare(
+    layer: Any,
+    init: Init | None,
+    mean: float,
+    unit_norm: bool,
+    gain: float,
+    refine: int | Mapping[str, Any],
+    generator: torch.Generator | None,
+) -> None:
+    """Draw, refine and scale the neurons of a layer, in place."""
+    weight, layout = layer.weight, Layout(layer)
+    if callable(init):
+        init(weight)
+    vectors = at_least_float32(layout.vectors(weight))
+    if isinstance(init, str):
+        _, n, d = vectors.shape
+        drawn = torch.randn(vectors.shape, generator=generator, dtype=vectors.dtype)
+        vectors = (mean + _DEVIATIONS[init](n * len(vectors), d) * drawn).to(vectors.device)
+    if refine:
+        how = {"steps": refine} if isinstance(refine, int) else dict(refine)
+        with torch.enable_grad():
+            vectors = torch.stack([minimised(rows, **how) for rows in vectors])
+    if unit_norm:
+        vectors = normalise(vectors)
+    weight.copy_(layout.weight(gain * vectors, weight))
+
+
+def freeze(layer: Any) -> None:
+    """Make the weight of a layer a buffer, which no optimiser, weight decay or clipping sees."""
+    weight = layer.weight
+    del layer.weight
+    layer.register_buffer("weight", weight.detach())
+
+
+def _rotation(
+    map: Map,
+    layer: Any,
+    axis: str,
+    blocks: int,
+    shared: bool,
+    sample: float | None,
+    sampling: str,
+    generator: torch.Generator | None,
+) -> Rotation:
+    weight, layout = layer.weight, Layout(layer, axis)
+    vectors = layout.vectors(weight)
+    groups, n, d = vectors.shape
+    # The kernels of a depthwise convolution are few numbers each, and one neuron a group has no angle to keep.
+    own = 1 if groups == 1 or (n == 1 and axis == "in") else groups
+    taps = math.prod(weight.shape[2:]) if axis == "in" and weight.dim() > 2 else 1
+    index: Tensor | None = None
+    block = d
+    if sample is not None:
+        block = max(1, min(d, round(sample * d) if sample < 1 else int(sample)))
+        if sampling == "channels":
+            block = max(1, block // taps) * taps
+        index = SAMPLINGS[sampling](d, block, taps, 0, generator).unsqueeze(0)
+    elif (d // taps) % blocks == 0:
+        block = d // blocks
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    found = Rotation(
+        map, layout, d, groups=own, block=block, shared=shared, index=index, dtype=dtype, device=weight.device
+    )
+    found.taps, found.sampling = taps, None if sample is None else sampling
+    return found
+
+
+def _uniform(d: int, p: int, taps: int, turn: int, generator: torch.Generator | None) -> Tensor:
+    return torch.randperm(d, generator=generator)[:p]
+
+
+def _blocks(d: int, p: int, taps: int, turn: int, generator: torch.Generator | None) -> Tensor:
+    return torch.randperm(d, generator=generator)[: d // p * p]
+
+
+def _channels(d: int, p: int, taps: int, turn: int, generator: torch.Generator | None) -> Tensor:
+    channels = torch.randperm(d // taps, generator=generator)[: p // taps]
+    return (channels.unsqueeze(1) * taps + torch.arange(taps)).flatten()
+
+
+def _partition(d: int, p: int, taps: int, turn: int, generator: torch.Generator | None) -> Tensor:
+    # The last part of a round is filled up with coordinates of its beginning.
+    order = torch.randperm(d, generator=generator)
+    return order[torch.arange(turn * p, (turn + 1) * p) % d]
+
+
+SAMPLINGS: dict[str, Callable[[int, int, int, int, torch.Generator | None], Tensor]] = {
+    "uniform": _uniform,
+    "partition": _partition,
+    "blocks": _blocks,
+    "channels": _channels,
+}
+"""How S-OPT picks coordinates: functions of d, p, the numbers of an input channel, the turn in a round and a source."""
+
+
+# ---------------------------------------------------------------------------------------- all layers at once
+
+
+def gather(model: nn.Module) -> None:
+    """Let the rotations that a model has now be computed together in its forward pass."""
+    for hook in vars(model).pop(_TOGETHER, ()):
+        hook.remove()
+    found = [rotation for _, rotation in rotations(model)]
+    if found:
+        together = Together(found)
+        hooks = [model.register_forward_pre_hook(together.before)]
+        hooks.append(model.register_forward_hook(together.after, always_call=True))
+        object.__setattr__(model, _TOGETHER, hooks)
+
+
+@contextmanager
+def cached(model: nn.Module) -> Iterator[None]:
+    """Compute the matrices of a model's rotations once for all that is done inside.
+
+    For inference with a model that is not merged, and for several backward passes before a step of the optimiser:
+    gradients with respect to the matrices are added up and taken to the free parameters at the end of the block.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+        >>> with cached(model):
+        ...     for _ in range(2):
+        ...         model(torch.randn(5, 3)).square().sum().backward()
+        >>> model[0].parametrizations.weight[0].free.grad.shape
+        torch.Size([1, 3, 3])
+    """
+    together = Together(rotation for _, rotation in rotations(model))
+    if any(rotation._computed is not None for rotation in together.rotations):
+        raise ArgumentError("model", "must not be in its forward pass or in another cached() block")
+    together.compute()
+    computed = [rotation.matrices() for rotation in together.rotations]
+    leaves = []
+    for rotation, matrices in zip(together.rotations, computed, strict=True):
+        leaf = matrices.detach().requires_grad_(matrices.requires_grad)
+        rotation._computed = leaf
+        leaves.append(leaf)
+    try:
+        yield
+    finally:
+        together.forget()
+    pairs = [(matrices, leaf.grad) for matrices, leaf in zip(computed, leaves, strict=True) if leaf.grad is not None]
+    if pairs:
+        torch.autograd.backward([matrices for matrices, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, rotation_lr: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimiser: rotations without weight decay and with a learning rate of their own, and the rest.
+
+    Args:
+        model: The model.
+        lr: Learning rate of everything but rotations.
+        rotation_lr: That of rotations; by default 10 times ``lr``, which suits maps that start at the identity.
+        weight_decay: Weight decay of everything but rotations.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+        >>> optimiser = torch.optim.SGD(parameter_groups(model, lr=0.01, weight_decay=5e-4), momentum=0.9)
+        >>> [len(group["params"]) for group in optimiser.param_groups]
+        [1, 3]
+    """
+    turned = {rotation.free for _, rotation in rotations(model)}
+    rest = [p for p in model.parameters() if p not in turned and p.requires_grad]
+    own = [rotation.free for _, rotation in rotations(model) if rotation.free.requires_grad]
+    rate = 10 * lr if rotation_lr is None else rotation_lr
+    return [
+        {"params": own, "lr": rate, "weight_decay": 0.0},
+        {"params": rest, "lr": lr, "weight_decay": weight_decay},
+    ]
+
+
+# ------------------------------------------------------------------------------------------ merge and check
+
+
+@torch.no_grad()
+def merge(model: M) -> M:
+    """Make the model plain again, in place: weights become what they are turned into, with no cost left.
+
+    Classes, names and shapes are those of before :func:`apply`; all parameters are trainable.
+
+    Raises:
+        ArgumentError: For a model that has no rotation, for example because it was merged before.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+        >>> merge(model)
+        Sequential(
+          (0): Linear(in_features=3, out_features=4, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+    layers = turned_layers(model)
+    if not layers:
+        raise ArgumentError("model", "must have a layer that turns its neurons, got none (merged before?)")
+    for layer in layers.values():
+        weight = layer.weight.detach().clone()
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        del layer.weight
+        layer.weight = nn.Parameter(weight)
+        vars(layer).pop("keeps_angles", None)
+    gather(model)
+    return model
+
+
+def turned_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers whose weight is turned by rotations, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if parametrize.is_parametrized(module, "weight")
+        and all(isinstance(part, Rotation) for part in module.parametrizations.weight)
+    }
+
+
+@torch.no_grad()
+def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> None:
+    """Start again from where training has come: neurons become what they are turned into, matrices the identity.
+
+    The model computes what it did. For training on the next data set (progressive reuse), and for maps such as Cayley's
+    that are best near the identity.
+
+    Args:
+        model: The model.
+        optimiser: Optimiser whose state of the rotations is to be set to zero.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+        >>> rebase(model)
+    """
+    for layer in turned_layers(model).values():
+        parts = layer.parametrizations.weight
+        parts.original.copy_(layer.weight)
+        for rotation in parts:
+            rotation.reset()
+            forget_state(optimiser, rotation.free)
+
+
+def forget_state(optimiser: torch.optim.Optimizer | None, parameter: nn.Parameter) -> None:
+    """Set what an optimiser remembers of a parameter to zero, in place."""
+    if optimiser is not None:
+        for value in optimiser.state.get(parameter, {}).values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+class Row(NamedTuple):
+    r"""How the neurons of one layer are turned.
+
+    Attributes:
+        name: Name of the layer.
+        map: The orthogonal map.
+        d: Size of the vectors that are turned.
+        n: Number of vectors, in each group.
+        matrices: Number and size of the matrices, such as ``"1x576"``.
+        free: Number of free parameters.
+        moved: Distance from the identity, :math:`\|R - I\|_F / \sqrt{d}` over all matrices.
+        error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix.
+        gram: Largest change of an inner product between neurons, relative to the largest squared norm; of singular
+            values where both sides are turned.
+    """
+
+    name: str
+    map: str
+    d: int
+    n: int
+    matrices: str
+    free: int
+    moved: float
+    error: float
+    gram: float
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The layers of a model that turn their neurons; prints as a table.
+
+    Attributes:
+        rows: One for each rotation.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def error(self) -> float:
+        """Largest orthogonality error."""
+        return max((row.error for row in self.rows), default=0.0)
+
+    @property
+    def gram(self) -> float:
+        """Largest relative change of an inner product between neurons."""
+        return max((row.gram for row in self.rows), default=0.0)
+
+    def __str__(self) -> str:
+        cells = [("name", "map", "neurons", "matrices", "free", "moved", "error", "gram change")]
+        for row in self.rows:
+            numbers = (f"{row.moved:.3f}", f"{row.error:.1e}", f"{row.gram:.1e}")
+            cells.append((row.name, row.map, f"{row.n}x{row.d}", row.matrices, f"{row.free:,}", *numbers))
+        width = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                [
+                    *(t.ljust(w) for t, w in zip(row[:4], width, strict=False)),
+                    *(t.rjust(w) for t, w in zip(row[4:], width[4:], strict=True)),
+                ]
+            )
+            for row in cells
+        ]
+        total = sum(row.free for row in self.rows)
+        return "\n".join([*lines, f"{len(self.rows)} rotations, {total:,} free parameters"])
+
+    __repr__ = __str__
+
+
+@torch.no_grad()
+def check(model: nn.Module) -> Report:
+    """How exact the rotations of a model are, how far they have come, and whether neurons keep their angles.
+
+    Example:
+        >>> check(apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))))
+        name  map     neurons  matrices  free  moved    error  gram change
+        0     cayley  4x3      1x3          3  0.000  0.0e+00      0.0e+00
+        1 rotations, 3 free parameters
+    """
+    rows = []
+    for name, layer in turned_layers(model).items():
+        parts = layer.parametrizations.weight
+        layout = Layout(layer)
+        drift = _drift(layout.vectors(parts.original), layout.vectors(layer.weight), both=len(parts) > 1)
+        for rotation in parts:
+            matrices = rotation.matrices()
+            _, n, d = rotation.layout.vectors(parts.original).shape
+            eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
+            moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
+            rows.append(
+                Row(
+                    f"{name} (outputs)" if rotation.layout.axis == "out" else name,
+                    rotation.map.name,
+                    d,
+                    n,
+                    f"{len(matrices)}x{rotation.block}",
+                    rotation.count,
+                    float(moved),
+                    float(orthogonality_error(matrices).max()),
+                    drift,
+                )
+            )
+    return Report(tuple(rows))
+
+
+def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
+    """Largest relative change of inner products, or of singular values; in float64, not to measure itself."""
+    before, after = before.double(), after.double()
+    if both:
+        old, new = torch.linalg.svdvals(before), torch.linalg.svdvals(after)
+    else:
+        old, new = before @ before.mT, after @ after.mT
+    return float((new - old).abs().amax() / old.abs().amax().clamp(min=1e-300))
+
+
+@torch.no_grad()
+def settle(model: nn.Module, bound: float = 1e-5) -> None:
+    """Bring what maps carry from step to step back to where it belongs, without a change of any matrix.
+
+    Maps that are invariant to the scale of their free matrix P continue from P = R, where they are well conditioned;
+    maps that follow a solution by Newton steps start them anew where the orthogonality error is beyond ``bound``. Call
+    it every hundred steps or so; it waits for the device.
+
+    Args:
+        model: The model.
+        bound: Orthogonality error above which a solution is computed anew.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "gram_schmidt", start="normal")
+        >>> settle(model)
+    """
+    for _, rotation in rotations(model):
+        if rotation.map.settles:
+            rotation.free.copy_(rotation.map(rotation.free))
+        if rotation.carried is not None:
+            matrices, _ = rotation.map.follow(rotation.free, rotation.carried)
+            if rotation.map.settles or not bool(orthogonality_error(matrices).max() <= bound):
+                rotation.carried.copy_(rotation.map.carry(rotation.free))  # type: ignore[arg-type]
+
+
+class Penalty(nn.Module):
+    """:func:`penalty` as a module, for a sum of regularisers.
+
+    Args:
+        squared: The squared norm; otherwise the norm itself.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "unconstrained")
+        >>> Penalty()(model).item()
+        0.0
+    """
+
+    def __init__(self, squared: bool = True) -> None:
+        super().__init__()
+        self.squared = squared
+
+    def forward(self, model: nn.Module) -> Tensor:
+        """The penalty of a model."""
+        return penalty(model, squared=self.squared)
+
+
+def penalty(model: nn.Module, *, squared: bool = True) -> Tensor:
+    r"""How far matrices that are free are from orthogonal ones, to be added to a loss (OR, the relaxed form).
+
+    .. math:: \sum_\text{layers} \|R^\top R - I\|_F^2
+
+    Args:
+        model: A model with rotations, usually of the map ``unconstrained``.
+        squared: The squared norm; otherwise the norm itself, whose gradient does not vanish.
+
+    Example:
+        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "unconstrained")
+        >>> penalty(model)
+        tensor(0., grad_fn=<SumBackward0>)
+    """
+    terms = []
+    for _, rotation in rotations(model):
+        R = rotation.matrices()
+        eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+        distance = (R.mT @ R - eye).square().sum((-2, -1))
+        terms.append((distance if squared else (distance + 1e-12).sqrt()).sum())
+    if not terms:
+        raise ArgumentError("model", "must have a layer that turns its neurons, got none")
+    return torch.stack(terms).sum()

@@ -1,0 +1,301 @@
+r"""Small orthogonal matrices on an axis of a weight: what orthogonal training and fine-tuning learn.
+
+A weight is read as vectors, ``(groups, n, d)``: the neurons of a layer (``axis="in"``), or their coordinates across
+the layer (``axis="out"``). A :class:`Rotation` turns all vectors alike, by one matrix, by blocks on the diagonal, by a
+block on some coordinates, or by a butterfly of blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hypersphere.errors import ArgumentError, check_choice
+from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.orthogonal.maps import Map, exact_products
+
+
+class Layout:
+    """How a layer's weight is read as vectors ``(groups, n, d)``, and written back.
+
+    Args:
+        layer: A linear layer, a convolution, a transposed convolution, or a linear layer of GPT-2's kind in
+            transformers, which holds its neurons in columns.
+        axis: ``"in"``: a vector is a neuron; ``"out"``: a vector holds one coordinate of all neurons (of a group).
+
+    Example:
+        >>> Layout(nn.Conv2d(8, 16, 3, groups=2)).vectors(torch.zeros(16, 4, 3, 3)).shape
+        torch.Size([2, 8, 36])
+    """
+
+    def __init__(self, layer: nn.Module, axis: str = "in") -> None:
+        check_choice("axis", axis, ("in", "out"))
+        self.axis = axis
+        self.groups: int = getattr(layer, "groups", 1)
+        self.by_column = bool(getattr(layer, "transposed", False)) or hasattr(layer, "nf")
+
+    def vectors(self, weight: Tensor) -> Tensor:
+        """``(groups, n, d)``, a view where there is one."""
+        # Input channels of all groups come first in the weight of a transposed layer: (in, out / groups, ...).
+        rows = weight.unflatten(0, (self.groups, -1)).transpose(1, 1 + self.by_column).flatten(2)
+        return rows if self.axis == "in" else rows.mT
+
+    def weight(self, vectors: Tensor, like: Tensor) -> Tensor:
+        """The weight, in the shape, type and memory format of another."""
+        rows = vectors if self.axis == "in" else vectors.mT
+        if self.by_column:
+            channels = like.shape[0] // self.groups
+            found = rows.unflatten(2, (channels, -1)).transpose(1, 2).reshape(like.shape)
+        else:
+            found = rows.reshape(like.shape)
+        found = found.to(like.dtype)
+        last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+        return found.contiguous(memory_format=torch.channels_last) if last else found
+
+
+class Rotation(nn.Module):
+    r"""Turns the vectors of a weight by learned orthogonal matrices: :math:`W = R V`, vectors being columns of V.
+
+    A parametrisation in the sense of :mod:`torch.nn.utils.parametrize`; :func:`hypersphere.orthogonal.apply` attaches
+    it. The matrices come from the parameter ``free`` of shape ``(count, b, b)`` by an orthogonal map. Each stage turns
+    the coordinates that its row of ``index`` lists (all, in order, where there is no index), cut into blocks of b:
+
+    * one matrix: no index, one block of size d;
+    * block diagonal: no index, d / b blocks, or one that is shared by all;
+    * stochastic: an index of some coordinates, which :class:`hypersphere.orthogonal.Resampling` draws anew;
+    * butterfly: several stages, each with a permutation of all coordinates.
+
+    Args:
+        map: The orthogonal map.
+        layout: How to read the weight.
+        d: Size of a vector.
+        groups: Number of groups of vectors with matrices of their own; 1: all share them.
+        block: Size b of a block; by default d.
+        shared: One block for all places of a stage.
+        index: Coordinates that each stage turns, ``(stages, k b)``.
+        dtype: Type of the parameter, float32 or wider.
+        device: Where it is.
+
+    Example:
+        >>> from hypersphere.orthogonal import create
+        >>> rotation = Rotation(create("cayley"), Layout(nn.Linear(6, 4)), 6, block=3)
+        >>> rotation.free.shape, rotation(torch.ones(4, 6)).shape
+        (torch.Size([2, 3, 3]), torch.Size([4, 6]))
+    """
+
+    is_rotation = True
+    """How parameter groups know the parameters that weight decay must spare."""
+    carried: Tensor | None
+    index: Tensor | None
+    back: Tensor | None
+
+    def __init__(
+        self,
+        map: Map,
+        layout: Layout,
+        d: int,
+        *,
+        groups: int = 1,
+        block: int | None = None,
+        shared: bool = False,
+        index: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        block = block or d
+        turned = d if index is None else index.shape[-1]
+        if turned % block:
+            raise ArgumentError("block", f"must divide the {turned} coordinates that are turned, got {block}")
+        self.map, self.layout, self.d, self.groups, self.block = map, layout, d, groups, block
+        self.stages = 1 if index is None else index.shape[0]
+        self.places = 1 if shared else turned // block
+        self.shared = shared
+        count = self.stages * groups * self.places
+        self.free = nn.Parameter(map.start(block, batch=(count,), device=device, dtype=dtype))
+        signs = map.signs(block)
+        self.register_buffer("signs", None if signs is None else signs.to(self.free), persistent=False)
+        self.register_buffer("carried", map.carry(self.free.detach()) if map.carries else None)
+        self.register_buffer("index", None if index is None else index.to(device=self.free.device, dtype=torch.long))
+        self.register_buffer("back", None if self.index is None or turned < d else self.index.argsort(1))
+        self.sampling: str | None = None
+        """How new coordinates are drawn during training; ``None``: never."""
+        self.taps = 1
+        """Numbers of a vector that belong to one input channel, next to each other."""
+        self._computed: Tensor | None = None
+        """Matrices that were computed together with those of other layers, for one forward pass of the model."""
+
+    @property
+    def count(self) -> int:
+        """Number of free parameters."""
+        return self.free.shape[0] * self.map.free(self.block)
+
+    def extra_repr(self) -> str:
+        """The map and the sizes."""
+        return f"{self.map}, d={self.d}, matrices={self.free.shape[0]}, block={self.block}"
+
+    def matrices(self) -> Tensor:
+        """The orthogonal matrices ``(count, b, b)``, as they act: the identity at the start."""
+        return self._computed if self._computed is not None else compute([self])[0]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Turn a weight of the layer."""
+        return self.layout.weight(self.turn(self.layout.vectors(weight)), weight)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The weight that is turned into this one, for assignments to the layer's weight."""
+        return self.layout.weight(self.turn(self.layout.vectors(weight), back=True), weight)
+
+    def turn(self, vectors: Tensor, *, back: bool = False, matrices: Tensor | None = None) -> Tensor:
+        r"""Turn vectors ``(groups, n, d)``, or ``(..., d)`` where there is one group: :math:`v \mapsto R v`.
+
+        Args:
+            vectors: The vectors, in any floating-point type; computed in float32 or wider.
+            back: Undo the turn: by :math:`R^\top`, or by :math:`R^{-1}` where R need not be orthogonal.
+            matrices: Instead of the present ones, ``(count, b, b)``.
+
+        Returns:
+            Same shape and type.
+        """
+        found = self.matrices() if matrices is None else matrices
+        with full_precision(vectors), exact_products():
+            wide = at_least_float32(vectors)
+            found = found.to(torch.promote_types(found.dtype, wide.dtype))
+            wide = wide.to(found.dtype)
+            if back:
+                found = found.mT if self.exact else torch.linalg.inv(found)
+            stages = found.unflatten(0, (self.stages, self.groups, self.places))
+            order = range(self.stages - 1, -1, -1) if back else range(self.stages)
+            for stage in order:
+                wide = self._stage(wide, stages[stage], stage)
+        return wide.to(vectors.dtype)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the matrices are orthogonal to rounding, so that the transpose is the inverse."""
+        return self.map.orthogonal and self.map.exact
+
+    def _stage(self, vectors: Tensor, matrices: Tensor, stage: int) -> Tensor:
+        """One stage: matrices ``(groups, places, b, b)``."""
+        if self.index is None:
+            return self._blocks(vectors, matrices)
+        index = self.index[stage]
+        turned = self._blocks(vectors.index_select(-1, index), matrices)
+        if self.back is not None:
+            return turned.index_select(-1, self.back[stage])
+        return vectors.index_copy(-1, index, turned)
+
+    def _blocks(self, vectors: Tensor, matrices: Tensor) -> Tensor:
+        if self.groups == 1 and matrices.shape[1] == 1 and vectors.shape[-1] == self.block:
+            return vectors @ matrices[0, 0].mT
+        blocks = vectors.unflatten(-1, (-1, self.block))
+        if self.groups == 1 and matrices.shape[1] == 1:
+            return (blocks @ matrices[0, 0].mT).flatten(-2)
+        if self.groups == 1:  # (..., k, b) with a matrix for each block
+            lead = blocks.shape[:-2]
+            turned = blocks.reshape(-1, *blocks.shape[-2:]).transpose(0, 1) @ matrices[0].mT
+            return turned.transpose(0, 1).reshape(*lead, -1)
+        # (groups, n, k, b): one product for each group and block
+        return (blocks.transpose(1, 2) @ matrices.mT).transpose(1, 2).flatten(-2)
+
+    @torch.no_grad()
+    def reset(self, index: Tensor | None = None) -> None:
+        """Start again from the identity, on other coordinates where an index is given."""
+        self.free.copy_(self.map.start(self.block, batch=(self.free.shape[0],), dtype=self.free.dtype))
+        if self.carried is not None:
+            self.carried.copy_(self.map.carry(self.free))  # type: ignore[arg-type]
+        if index is not None and self.index is not None:
+            self.index.copy_(index)
+            if self.back is not None:
+                self.back.copy_(self.index.argsort(1))
+
+    def dense(self) -> Tensor:
+        """All of R, ``(groups, d, d)``, which few need: it is turned into by the unit vectors."""
+        eye = torch.eye(self.d, dtype=self.free.dtype, device=self.free.device)
+        return self.turn(eye.expand(self.groups, -1, -1) if self.groups > 1 else eye.unsqueeze(0)).mT
+
+
+def compute(rotations: Sequence[Rotation]) -> list[Tensor]:
+    """The matrices of several rotations, those of equal size and map in one batch."""
+    found: dict[Rotation, Tensor] = {}
+    alike: dict[tuple[Any, ...], list[Rotation]] = {}
+    for rotation in rotations:
+        key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype)
+        alike.setdefault(key, []).append(rotation)
+    for (map, *_), members in alike.items():
+        free = _joined([rotation.free for rotation in members])
+        # Parameters that are not being trained may be others than those that were followed: a running average, say.
+        if members[0].carried is not None and torch.is_grad_enabled():
+            carried = [rotation.carried for rotation in members if rotation.carried is not None]
+            matrices, followed = map.follow(free, _joined(carried))
+            _write(carried, followed)
+        else:
+            matrices = map(free)
+        if members[0].signs is not None:
+            matrices = matrices * members[0].signs
+        parts = matrices.split([rotation.free.shape[0] for rotation in members])
+        found |= dict(zip(members, parts, strict=True))
+    return [found[rotation] for rotation in rotations]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+@torch.no_grad()
+def _write(targets: Sequence[Tensor], values: Tensor) -> None:
+    torch._foreach_copy_(list(targets), list(values.split([len(target) for target in targets])))
+
+
+class Together:
+    """Computes the matrices of all rotations of a model at the start of each forward pass, and forgets them after it.
+
+    Layers of equal size are one batch; a layer that is called on its own computes its matrix itself.
+
+    Args:
+        rotations: The rotations.
+    """
+
+    def __init__(self, rotations: Iterable[Rotation]) -> None:
+        self.rotations = list(rotations)
+        self._opened: list[bool] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Hook before the forward pass: compute, unless that was done further out."""
+        new = bool(self.rotations) and self.rotations[0]._computed is None
+        self._opened.append(new)
+        if new:
+            self.compute()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook after it, also where it failed: forget."""
+        if self._opened.pop():
+            self.forget()
+
+    def compute(self) -> None:
+        """Compute the matrices of all rotations."""
+        for rotation, matrices in zip(self.rotations, compute(self.rotations), strict=True):
+            rotation._computed = matrices
+
+    def forget(self) -> None:
+        """Let layers compute their matrices themselves again."""
+        for rotation in self.rotations:
+            rotation._computed = None
+
+
+def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
+    """The rotations of a model, each with the name of its layer.
+
+    Example:
+        >>> import hypersphere as hs
+        >>> model = hs.orthogonal.apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+        >>> [(name, rotation.d) for name, rotation in rotations(model)]
+        [('0', 3)]
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Rotation):
+            yield re.split(r"(?:^|\.)parametrizations\.", name)[0], module
