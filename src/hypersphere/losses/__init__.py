@@ -25,6 +25,7 @@ from hypersphere.losses.members import (
 )
 from hypersphere.losses.memory import MemoryEstimate, memory_estimate
 from hypersphere.losses.pairs import CenterLoss, Contrastive, TripletLoss, circle_pairs, contrastive, triplet
+from hypersphere.losses.rotation import ClassRotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
 from hypersphere.losses.theory import (
     adacos_scale,
@@ -48,6 +49,7 @@ __all__ = [
     "ArcFace",
     "CenterLoss",
     "CircleLoss",
+    "ClassRotation",
     "CombinedMargin",
     "Contrastive",
     "CosFace",

@@ -23,6 +23,7 @@ from hypersphere.angular import Angular, Cosine
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision, norm, normalise, spherical_mean
 from hypersphere.losses.negatives import Negatives, OfAngle, Plain
+from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
 from hypersphere.losses.streaming import Statistics, class_cosines, class_statistics, scaled
 from hypersphere.losses.theory import reachable_probability, suggest_scale
@@ -30,7 +31,7 @@ from hypersphere.margins import Margin, NoMargin
 from hypersphere.registry import Registry
 
 losses: Registry[MarginSoftmax] = Registry(
-    "loss", positional=("dim", "classes", "rotation"), option_aliases={"margin": "m", "scale": "s"}
+    "loss", positional=("dim", "classes"), option_aliases={"margin": "m", "scale": "s"}
 )
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
@@ -124,7 +125,9 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             :attr:`path`.
         validate: Check labels and features on every device; by default only on the CPU outside of compiled code.
         frozen: Do not train the class weights: they stay the random directions they begin as.
-        rotation: Module applied to the features first; with ``frozen`` it turns a fixed classifier.
+        rotation: Name of an orthogonal map (``"cayley"``), with which the head learns no class weights but a rotation
+            of fixed Gaussian ones, D (D - 1) / 2 parameters for any number of classes; see :class:`ClassRotation`. Or
+            any module, which is applied to the features first.
 
     Shape:
         features ``(B, D)``, labels ``(B,)`` in [0, C) or ``(B, C)``, weight ``(C, D)``, loss ``()``.
@@ -147,6 +150,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         "path",
         "validate",
         "frozen",
+        "rotation",
     )
     softmax_scale: ClassVar[bool] = True
     """Whether a constant scale bounds the probability that can be reached."""
@@ -174,7 +178,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         path: str = "auto",
         validate: bool = False,
         frozen: bool = False,
-        rotation: nn.Module | None = None,
+        rotation: str | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         check_range("dim", dim, 1)
@@ -200,7 +204,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         self.dim, self.classes = dim, classes
         self.unit_weights, self.annealer, self.gradient = unit_weights, annealer, gradient
         self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
-        self.sample_rate, self.sparse, self.validate, self.rotation = sample_rate, sparse, validate, rotation
+        self.sample_rate, self.sparse, self.validate = sample_rate, sparse, validate
+        self.rotation = make_rotation(dim, rotation)
         self._path = path
         self.g = angular.create(g)
         if not unit_weights and not isinstance(self.g, Cosine):
@@ -216,7 +221,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         self.learned_scale = nn.Parameter(torch.tensor(float(s))) if learn_scale and s is not None else None
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", self._checked_class_weights(class_weights))
-        self.weight = nn.Parameter(torch.empty(classes * self.centres, dim), requires_grad=not frozen)
+        fixed = frozen or self._turns_classes
+        self.weight = nn.Parameter(torch.empty(classes * self.centres, dim), requires_grad=not fixed)
         self.bias = nn.Parameter(torch.empty(classes)) if bias else None
         self.reset_parameters()
 
@@ -335,9 +341,21 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
                 setattr(self, f"{name}_by_class", per_class.to(self.weight.device))
         self._check_margins()
 
+    @property
+    def _turns_classes(self) -> bool:
+        """Whether the class weights are fixed and only turned, all together."""
+        return isinstance(self.rotation, ClassRotation)
+
+    def _draw(self, weight: Tensor) -> None:
+        """Draw class weights."""
+        if self._turns_classes:  # uniform directions, and lengths that do not shrink with the number of classes
+            nn.init.kaiming_normal_(weight)
+        else:
+            nn.init.xavier_uniform_(weight)
+
     def reset_parameters(self) -> None:
-        """Xavier-uniform class weights, zero bias."""
-        nn.init.xavier_uniform_(self.weight)
+        """Xavier-uniform class weights (Gaussian ones, of variance 2/D, where they are only turned), zero bias."""
+        self._draw(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -363,9 +381,19 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
 
     @property
     def class_vectors(self) -> Tensor:
-        """One vector a class, ``(C, D)``: its weight, or the mean direction of its centres where it has several."""
-        weight = self.weight.detach()
+        """One vector a class, ``(C, D)``: its weight, or the mean direction of its centres where it has several.
+
+        They are among the features: where the head learns a rotation, they are turned by it.
+        """
+        weight = self._turned_weight()
         return weight if self.centres == 1 else spherical_mean(weight.unflatten(0, (-1, self.centres)))
+
+    @torch.no_grad()
+    def _turned_weight(self) -> Tensor:
+        """The class weights as they act on features."""
+        if not isinstance(self.rotation, ClassRotation):
+            return self.weight.detach()
+        return self.rotation.vectors(self.weight).to(self.weight.dtype)
 
     @property
     def _compiles(self) -> bool:
@@ -390,7 +418,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
                     return F.linear(x, self.weight.to(x.dtype), bias)
                 products = class_cosines(normalise(x), self.weight, self.centres, unit=False)
                 return scaled(products, self._scale(norm(x)), None, bias)
-            return scaled(self.g.of_cosine(self.cosines(features)), self._scale(norm(x)), None, None)
+            cosines = class_cosines(normalise(x), self.weight, self.centres)
+            return scaled(self.g.of_cosine(cosines), self._scale(norm(x)), None, None)
 
     def margin_logits(self, features: Tensor, labels: Tensor) -> Tensor:
         """Scores with the margin on each sample's own class: ``(B, D), (B,) -> (B, C)``, margins as they are now."""
@@ -453,10 +482,12 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         low = self._low_precision(features)  # before autocast is switched off for everything but the products
         compiled = labels.dim() == 1 and not torch.compiler.is_compiling() and self._compiles
         with full_precision(features):
+            if self.rotation is not None:  # outside of compiled code, which gains nothing there
+                features = self._turned(features)
             return (_compiled(self) if compiled else _loss)(self, features, labels, steps, low)
 
     def _loss(self, features: Tensor, labels: Tensor, steps: Steps, low: bool) -> Tensor:
-        x = self._turned(features)
+        x = at_least_float32(features)
         return self._reduce(*(self._soft(x, labels, steps) if labels.dim() == 2 else self._hard(x, labels, steps, low)))
 
     def _hard(self, x: Tensor, labels: Tensor, steps: Steps, low: bool) -> tuple[Tensor, Tensor]:
@@ -557,6 +588,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
     def _turned(self, features: Tensor) -> Tensor:
         if self.rotation is None:
             return at_least_float32(features)
+        if isinstance(self.rotation, ClassRotation):
+            return self.rotation(features)
         kept = next((p.dtype for p in self.rotation.parameters()), at_least_float32(features).dtype)
         return at_least_float32(self.rotation(features.to(kept)))
 
@@ -777,7 +810,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         old = self.weight
         self.classes += classes
         fresh = torch.empty(classes * self.centres, self.dim, dtype=old.dtype, device=old.device)
-        nn.init.xavier_uniform_(fresh)
+        self._draw(fresh)
         fresh *= norm(old).mean() / norm(fresh).mean()
         grown = torch.cat([old, fresh])
         trained = isinstance(old, nn.Parameter)  # or the running means of a member that trains none
@@ -853,7 +886,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         shown |= {name: repr(getattr(self, name)) for name, usual in defaults.items() if getattr(self, name) != usual}
         if self.class_weights is not None:
             shown["class_weights"] = "given"
-        if not self.weight.requires_grad and isinstance(self.weight, nn.Parameter):
+        if not self.weight.requires_grad and isinstance(self.weight, nn.Parameter) and not self._turns_classes:
             shown["frozen"] = True
         shown["path"] = repr(self.path)
         return ", ".join(f"{name}={value}" for name, value in shown.items())

@@ -624,7 +624,7 @@ class SubcenterArcFace(ArcFace):
     def dominant_weight(self, features: Tensor, labels: Tensor) -> Tensor:
         """The dominant centre of each class, ``(C, D)``: the weights of an :class:`ArcFace` head to go on with."""
         _, dominant = self._dominant(features, labels)
-        rows = self.weight.unflatten(0, (-1, self.centres))
+        rows = self._turned_weight().unflatten(0, (-1, self.centres))
         return rows[torch.arange(self.classes, device=rows.device), dominant].clone()
 
     def _dominant(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

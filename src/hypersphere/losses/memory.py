@@ -45,6 +45,7 @@ def memory_estimate(
     sample_rate: float = 1.0,
     sparse: bool = False,
     low_precision: bool = False,
+    rotation: bool = False,
 ) -> MemoryEstimate:
     """Memory of one training step of a head with weights in float32, SGD and momentum.
 
@@ -57,6 +58,7 @@ def memory_estimate(
         sparse: Whether the gradient holds the sampled classes only.
         low_precision: Whether the products are in 16 bit, as under autocast on a GPU; the chunked path then keeps a
             16-bit copy of the weights.
+        rotation: Whether the class weights are fixed and a D x D rotation of them is learned.
 
     Example:
         >>> print(memory_estimate(1024, 1_000_000, 512))
@@ -69,12 +71,13 @@ def memory_estimate(
     compared = min(max(int(sample_rate * classes), min(batch, classes)), classes)
     table = classes * dim * FLOAT
     rows = compared * dim * FLOAT
-    gradient = rows if sparse and compared < classes else table
-    copied = 2 * rows if compared < classes else 0  # the sampled weights and their gradient
+    turn = dim * dim * FLOAT if rotation else 0
+    gradient = turn or (rows if sparse and compared < classes else table)
+    copied = (1 if rotation else 2) * rows if compared < classes else 0  # the sampled weights and their gradient
     if path != "chunked":
         work = DENSE_MATRICES * batch * compared * FLOAT
     elif low_precision:
         work = rows // 2 + min(batch * compared, FUSED_ELEMENTS) * FLOAT // 2
     else:
         work = CHUNK_MATRICES * min(max(batch, dim) * compared, CHUNK_ELEMENTS) * FLOAT
-    return MemoryEstimate(table, gradient, table, work + copied)
+    return MemoryEstimate(table + turn, gradient, turn or table, work + copied)

@@ -149,10 +149,11 @@ class _LowProduct(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         a, b = ctx.saved_tensors
         grad = grads[0].bfloat16()
-        return torch.mm(grad, b.bfloat16()).to(a.dtype), torch.mm(grad.mT, a.bfloat16()).to(b.dtype)
+        by_b = torch.mm(grad.mT, a.bfloat16()).to(b.dtype) if ctx.needs_input_grad[1] else None  # None: fixed classes
+        return torch.mm(grad, b.bfloat16()).to(a.dtype), by_b
 
 
 def class_cosines(units: Tensor, weight: Tensor, centres: int = 1, unit: bool = True, low: bool = False) -> Tensor:
