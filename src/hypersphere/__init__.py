@@ -11,7 +11,20 @@ Example:
     (torch.Size([]), torch.Size([4, 10]))
 """
 
-from hypersphere import angular, diagnostics, energy, errors, geometry, losses, margins, nn, optim, orthogonal, registry
+from hypersphere import (
+    angular,
+    diagnostics,
+    energy,
+    errors,
+    geometry,
+    landscape,
+    losses,
+    margins,
+    nn,
+    optim,
+    orthogonal,
+    registry,
+)
 
 __version__ = "0.1.0"
 
@@ -22,6 +35,7 @@ __all__ = [
     "energy",
     "errors",
     "geometry",
+    "landscape",
     "losses",
     "margins",
     "nn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from collections.abc import Sequence
@@ -9,13 +10,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hypersphere import losses, recipe
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice
+from hypersphere.landscape import Landscape
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax
 from hypersphere.margins import NoMargin
 from hypersphere.train import RunFolder, Trainer, pick_device
+from hypersphere.train.run import atomic_write
 
 plot_app = typer.Typer(
     help="Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name.",
@@ -46,6 +52,8 @@ Options = Annotated[
     typer.Option("--option", metavar="KEY=VALUE", help="option of every named loss that has it, e.g. m=0.3"),
 ]
 Norm = Annotated[float, typer.Option(help="feature norm at which losses that keep it are drawn")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+DataRoot = Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")]
 
 
 @plot_app.command("margins")
@@ -107,13 +115,12 @@ def plot_features(
 def plot_hardness(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
     output: Output = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    data_root: Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
 ) -> None:
     """Draw how hard the test samples of a run are, against confidence and norm, and the cosines between classes."""
     folder = RunFolder.open(run)
-    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
-    trainer.load_weights()
+    trainer = _trained(folder, device, data_root)
     figure = _plots().hardness(trainer.outputs(), trainer.data.class_names, str(folder.facts()["name"]))
     _write(figure, output or folder.path / "hardness.png")
 
@@ -129,6 +136,77 @@ def plot_energy(
     folders = [RunFolder.open(run).path for run in runs]
     default = folders[0] / "energy.png" if len(folders) == 1 else Path("energy.png")
     _write(_plots().energy_curves(folders), output or default)
+
+
+@plot_app.command("dynamics")
+def plot_dynamics(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="folders of runs; those that differ in the seed alone are one line"),
+    ],
+    output: Output = None,
+    layers: Annotated[bool, typer.Option("--layers", help="also the energy of every layer on its own")] = False,
+) -> None:
+    """Draw energy, test error and, of orthogonal training, the orthogonality error over the training steps."""
+    folders = [RunFolder.open(run).path for run in runs]
+    default = folders[0] / "dynamics.png" if len(folders) == 1 else Path("dynamics.png")
+    _write(_plots().dynamics(folders, layers=layers), output or default)
+
+
+@plot_app.command("landscape")
+def plot_landscape(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of runs, side by side")],
+    output: Output = None,
+    dimensions: Annotated[int, typer.Option(help="1 or 2 random directions")] = 2,
+    points: Annotated[int, typer.Option(help="points along each direction")] = 21,
+    span: Annotated[float, typer.Option(help="how far to go, in lengths of the filters")] = 1.5,
+    distribution: Annotated[str, typer.Option(help="of the directions: gaussian or uniform")] = "gaussian",
+    normalise: Annotated[str, typer.Option(help="lengths of the directions: by filter, layer or none")] = "filter",
+    split: Annotated[str, typer.Option(help="test or train images")] = "test",
+    images: Annotated[int | None, typer.Option(help="number of images, evenly from the split (default: all)")] = None,
+    head: Annotated[bool, typer.Option(help="move the weights of the head, too")] = True,
+    seed: Annotated[int, typer.Option(help="seed of the directions")] = 0,
+    values: Annotated[Path | None, typer.Option(help="also write the numbers: .npz or .json")] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+) -> None:
+    """Draw loss and error of runs in random directions around their weights, all in the same scale."""
+    plots = _plots()
+    if values is not None and values.suffix not in (".npz", ".json"):
+        raise ArgumentError("values", f"must end in .npz or .json, got {values.name!r}")
+    folders = [RunFolder.open(run) for run in runs]
+    names = [str(folder.facts()["name"]) for folder in folders]
+    found = []
+    bar = Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        for folder, name in zip(folders, names, strict=True):
+            task = bar.add_task(name, total=points**dimensions)
+            found.append(
+                plots.run_landscape(
+                    _trained(folder, device, data_root),
+                    split=split,
+                    images=images,
+                    head=head,
+                    progress=lambda task=task: bar.advance(task),
+                    dimensions=dimensions,
+                    points=points,
+                    span=span,
+                    distribution=distribution,
+                    normalise=None if normalise == "none" else normalise,
+                    seed=seed,
+                )
+            )
+    if values is not None:
+        _write_values(found, folders, values)
+    default = folders[0].path / "landscape.png" if len(folders) == 1 else Path("landscape.png")
+    _write(plots.landscapes(found, names), output or default)
 
 
 @plot_app.command("operators")
@@ -155,6 +233,30 @@ def _plots() -> types.ModuleType:
         raise HypersphereError(
             'pictures need matplotlib, which is not installed: pip install "hypersphere[workbench]"'
         ) from error
+
+
+def _trained(folder: RunFolder, device: str, data_root: Path | None) -> Trainer:
+    """The trainer of a run, with the weights of its last checkpoint."""
+    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
+    trainer.load_weights()
+    return trainer
+
+
+def _write_values(found: Sequence[Landscape], folders: Sequence[RunFolder], file: Path) -> None:
+    """Coordinates, and of every quantity an array ``(runs, points, ...)``."""
+    arrays = {name: np.stack([one.values[name].numpy() for one in found]) for name in found[0].values}
+    arrays |= {"coordinates": found[0].coordinates.numpy(), "runs": np.array([folder.path.name for folder in folders])}
+    arrays["seed"] = np.array(found[0].seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".npz":
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    else:
+        content = {name: array.astype(object) for name, array in arrays.items()}
+        for name in found[0].values:
+            content[name][~np.isfinite(arrays[name])] = None  # JSON has no infinity
+        with atomic_write(file) as text:
+            json.dump({name: array.tolist() for name, array in content.items()}, text)
+    typer.echo(f"Wrote {file}")
 
 
 def _write(figure: Any, output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures for papers and slides: margins, gradients, features, hardness and operators as matplotlib figures.
+"""Pictures for papers and slides: margins, features, operators, training and landscapes as matplotlib figures.
 
 Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window and no global state; :func:`save`
 writes it as PNG, SVG or PDF. The command line has the same: ``hypersphere plot --help``.
@@ -11,8 +11,9 @@ Example:
 """
 
 from hypersphere.plot.directions import gradients, target_gradient
-from hypersphere.plot.energy import energy_curves
+from hypersphere.plot.energy import dynamics, energy_curves
 from hypersphere.plot.heads import Curves, annealed, curves, margins, schedule
+from hypersphere.plot.landscape import landscapes, run_landscape
 from hypersphere.plot.operators import (
     plot_angle_step,
     plot_angulars,
@@ -30,10 +31,12 @@ __all__ = [
     "Curves",
     "annealed",
     "curves",
+    "dynamics",
     "energy_curves",
     "features",
     "gradients",
     "hardness",
+    "landscapes",
     "margins",
     "plot_angle_step",
     "plot_angulars",
@@ -43,6 +46,7 @@ __all__ = [
     "plot_operator_geometry",
     "plot_operators",
     "plot_parameters",
+    "run_landscape",
     "save",
     "schedule",
     "target_gradient",

@@ -1,22 +1,31 @@
-"""Pictures of the energy of layers while training."""
+"""Pictures of training: energy of layers, test error and orthogonality over the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from hypersphere.errors import ArgumentError
 from hypersphere.plot.style import MUTED, color, new_figure, plain, styled
 from hypersphere.report import ReportError
 from hypersphere.report.geometry import Floats, Ints
-from hypersphere.report.runs import Energies, load_run
+from hypersphere.report.runs import Energies, Run, load_run
+from hypersphere.train import RunFolder
 
 MARKED = 25
 """Most points of a line that are marked."""
+COLUMNS = 4
+"""Panels of layers in a row."""
+
+Curve = tuple[Ints, Floats]
 
 
 @styled
@@ -60,7 +69,109 @@ def energy_curves(runs: Sequence[Path]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, members: Sequence[tuple[Ints, Floats]], shade: str, label: str) -> None:
+@styled
+def dynamics(runs: Sequence[Path], *, layers: bool = False) -> Figure:
+    """Energy and test error of runs over the training steps, and the orthogonality error where it was measured.
+
+    Energies are means over pairs of neurons, summed over the layers; of the orthogonality errors of the layers the
+    largest is drawn. Runs of one recipe, apart from the seed, are one line, the mean, in a band from the least to the
+    largest. A quantity that no run has gets no panel.
+
+    Args:
+        runs: Folders of runs; energies need ``evaluate.energy``.
+        layers: Below, the energy of every layer on its own.
+    """
+    if not runs:
+        raise ArgumentError("runs", "must be at least one folder of a run, got none")
+    groups = _recipes([Path(folder) for folder in runs])
+    every = [run.energies for members in groups.values() for run in members if run.energies is not None]
+    kinds = {one.kind for one in every}
+    found = [
+        ("Energy, sum over the layers", f"energy ({', '.join(sorted(kinds))})", _curves(groups, _energy)),
+        ("Test error", "%", _curves(groups, _error)),
+        ("Orthogonality error", r"largest $\|R^\top R - I\|_F\,/\,\sqrt{d}$", _curves(groups, _orthogonality)),
+    ]
+    panels = [panel for panel in found if panel[2]]
+    if not panels:
+        raise ReportError("the runs have no test errors and no energies: train with evaluate.energy=true")
+    names = list(dict.fromkeys(name for one in every for name in one.layers)) if layers else []
+    below = math.ceil(len(names) / COLUMNS)
+    figure = new_figure(4.6 * max(len(panels), 2 if below else 1), 3.5 + 2.1 * below)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3.5, 2.1 * below]) if below else [figure]
+    shades = {label: color(index) for index, label in enumerate(groups)}
+    upper = parts[0].subplots(1, len(panels), squeeze=False)[0]
+    for index, (axes, (title, unit, lines)) in enumerate(zip(upper, panels, strict=True)):
+        _panel(axes, f"({'abc'[index]}) {title}", lines, shades)
+        axes.set_ylabel(unit)
+        if title == "Test error":
+            axes.set_ylim(0, None)
+        elif title == "Orthogonality error":
+            low, high = np.floor(np.log10(axes.dataLim.intervaly))
+            axes.set_yscale("log")
+            axes.set_ylim(10**low, 10 ** (high + 1))  # whole decades, in which rounding does not look like an event
+    for index, name in enumerate(names):
+        axes = parts[1].add_subplot(below, min(COLUMNS, len(names)), index + 1)
+        _panel(axes, plain(name), _curves(groups, functools.partial(_energy, layer=name)), shades)
+        axes.title.set_fontsize(8)
+    handles = [Line2D([], [], color=shade, label=label) for label, shade in shades.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(groups), 3))
+    return figure
+
+
+def _recipes(folders: Sequence[Path]) -> dict[str, list[Run]]:
+    """Runs by what is written of their recipe, those that differ in the seed alone together."""
+    groups: dict[str, list[Run]] = {}
+    for folder in folders:
+        groups.setdefault(RunFolder.open(folder).recipe().hash_without_seed, []).append(load_run(folder))
+    names = [str(members[0].facts.get("name") or members[0].folder) for members in groups.values()]
+    labels = {}
+    for name, members in zip(names, groups.values(), strict=True):
+        # Overrides do not change the name of a recipe; folders of runs do differ.
+        shown = name if names.count(name) == 1 else f"{name}, {members[0].folder}"
+        labels[plain(shown, 40) + (f" ({len(members)} runs)" if len(members) > 1 else "")] = members
+    return labels
+
+
+def _curves(groups: dict[str, list[Run]], read: Callable[[Run], Curve | None]) -> dict[str, list[Curve]]:
+    """Curves of the groups, where there are any."""
+    found = {label: [curve for run in members if (curve := read(run)) is not None] for label, members in groups.items()}
+    return {label: curves for label, curves in found.items() if curves}
+
+
+def _energy(run: Run, layer: str | None = None) -> Curve | None:
+    """Energy of a layer, or the sum over all."""
+    one = run.energies
+    if one is None or (layer is not None and layer not in one.layers):
+        return None
+    return one.steps, one.values.sum(axis=1) if layer is None else one.values[:, one.layers.index(layer)]
+
+
+def _error(run: Run) -> Curve | None:
+    rows = [row for row in run.metrics if row.get("split") == "test" and row.get("accuracy") is not None]
+    return _curve(rows, [100 * (1 - row["accuracy"]) for row in rows])
+
+
+def _orthogonality(run: Run) -> Curve | None:
+    rows = [row for row in run.metrics if row.get("split") == "orthogonality"]
+    largest = [max((v for k, v in row.items() if k.startswith("orthogonality/")), default=math.nan) for row in rows]
+    # The identity has no error, and zero no logarithm.
+    shown = [value if 0 < value < math.inf else math.nan for value in largest]
+    return None if all(map(math.isnan, shown)) else _curve(rows, shown)
+
+
+def _curve(rows: Sequence[dict[str, Any]], values: Sequence[float]) -> Curve | None:
+    return (np.array([row["step"] for row in rows]), np.array(values, dtype=np.float64)) if rows else None
+
+
+def _panel(axes: Axes, title: str, lines: dict[str, list[Curve]], shades: dict[str, str]) -> None:
+    for label, members in lines.items():
+        _draw(axes, members, shades[label], label)
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.ticklabel_format(useOffset=False)
+
+
+def _draw(axes: Axes, members: Sequence[Curve], shade: str, label: str) -> None:
     """One line of the steps that all members have, in their band."""
     steps = sorted(set.intersection(*({int(step) for step in found} for found, _ in members)))
     values = np.stack([[value[list(found).index(step)] for step in steps] for found, value in members])
