@@ -44,7 +44,10 @@ def one_mistake(file: Path | str, *overrides: str) -> str:
 
 # ------------------------------------------------------------------------------------------------ mistakes
 
-TOP = "name, help, seed, data, model, convert, project, loss, regularisers, optimiser, schedule, train, evaluate"
+TOP = (
+    "name, help, seed, data, model, convert, project, orthogonal, loss, regularisers, optimiser, schedule, train, "
+    "evaluate"
+)
 
 
 @pytest.mark.parametrize(

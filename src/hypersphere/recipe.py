@@ -31,6 +31,7 @@ from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
 from hypersphere.models import models
 from hypersphere.nn import operators
+from hypersphere.orthogonal import maps
 from hypersphere.registry import Entry, Registry, UnknownNameError, did_you_mean
 
 Location = tuple[str | int, ...]
@@ -107,6 +108,48 @@ class Convert(Part):
     def choice(self) -> dict[str, Any]:
         """Which layers: what is given of it, by argument."""
         keys = ("types", "include", "exclude", "skip")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+
+class Orthogonal(Part):
+    """Orthogonal training of the model's layers: the ``name`` of a map, its options, and what is turned how.
+
+    Most keys are arguments of :func:`hypersphere.orthogonal.apply`. The classifier is no part of the model, so all
+    layers are chosen by default.
+    """
+
+    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of layers to turn")
+    include: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to turn")
+    exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
+    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
+    init: Literal["kaiming", "xavier", "normal"] | None = Field(None, description="draw the neurons anew")
+    mean: float = Field(0.0, description="mean of the numbers that init draws")
+    unit_norm: bool = Field(False, description="set the norms of neurons to gain")
+    gain: float = Field(1.0, gt=0, description="factor on the neurons")
+    refine: int = Field(0, ge=0, description="steps that minimise the energy of the neurons before training")
+    start: Literal["identity", "normal"] = Field("identity", description="first value of the free parameters")
+    learn_neurons: bool = Field(False, description="train the neurons, too")
+    blocks: int = Field(1, ge=1, description="blocks on the diagonal of a rotation")
+    share_blocks: bool = Field(False, description="one block for all places on the diagonal")
+    sample: float | None = Field(None, gt=0, description="coordinates turned at a time, a share below 1 or a number")
+    sampling: Literal["uniform", "partition", "blocks", "channels"] = "uniform"
+    sides: Literal["in", "both"] = Field("in", description="'both' turns the outputs, too")
+    every: int = Field(0, ge=0, description="steps between two draws of coordinates; 0: never")
+    lr: float = Field(1.0, ge=0, description="factor on the learning rate of rotations; 0: neurons stay as drawn")
+    weight_decay: float = Field(0.0, ge=0, description="of the free parameters of rotations")
+    penalty: float = Field(0.0, ge=0, description="weight of the distance from orthogonal matrices, for free ones")
+    penalty_squared: bool = Field(True, description="the squared distance")
+
+    @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :func:`hypersphere.orthogonal.apply` beside the map."""
+        others = {"name", "every", "lr", "weight_decay", "penalty", "penalty_squared"}
+        keys = [key for key in type(self).model_fields if key not in others]
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
@@ -224,6 +267,8 @@ _HOUSEKEEPING: dict[str, Any] = {
 
 _LATER: dict[tuple[str, ...], Any] = {
     ("convert",): None,
+    ("orthogonal",): None,
+    ("loss", "rotation"): None,
     ("project",): {"every": 0, "s": 1.0},
     ("data", "augment", "crop_mode"): "zeros",
     ("data", "imbalance"): {"keep": {}, "graded": 0, "seed": 0},
@@ -256,6 +301,7 @@ class Recipe(_Section):
     model: Part = Part(name="digits-cnn")
     convert: Convert | None = Field(None, description="a decoupled operator for the layers of the model")
     project: Project = Project()
+    orthogonal: Orthogonal | None = Field(None, description="rotations of the layers of the model, in place of weights")
     loss: Part = Part(name="softmax")
     regularisers: tuple[Regulariser, ...] = ()
     optimiser: Optimiser = Optimiser()
@@ -361,6 +407,10 @@ def settings() -> Iterator[tuple[str, str, str]]:
                 yield f"{name}.{key}", str(default), inner.description or ""
 
 
+_OPTIONAL: dict[str, Registry[Any]] = {"convert": operators, "orthogonal": maps}
+"""Parts that a recipe may lack."""
+
+
 def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:
     """Validate the content of a recipe and fill in every default.
 
@@ -378,9 +428,9 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
         raise RecipeError("\n".join(_explain(error, Recipe, content, places))) from None
     mistakes: list[str] = []
     updates: dict[str, Any] = {}
-    for key, registry in (("data", datasets), ("model", models), ("loss", losses)):
-        part = getattr(recipe, key)
-        updates[key] = _resolve(part, registry, (key,), places, mistakes)
+    for key, registry in ({"data": datasets, "model": models, "loss": losses} | _OPTIONAL).items():
+        if (part := getattr(recipe, key)) is not None:
+            updates[key] = _resolve(part, registry, (key,), places, mistakes)
     updates["regularisers"] = tuple(
         _resolve(part, energies, ("regularisers", index), places, mistakes)
         for index, part in enumerate(recipe.regularisers)
@@ -390,8 +440,6 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
             evaluations[name]
         except UnknownNameError as error:
             mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
-    if recipe.convert is not None:
-        updates["convert"] = _resolve(recipe.convert, operators, ("convert",), places, mistakes)
     recipe = recipe.model_copy(update=updates)
     mistakes += _contradictions(recipe, places)
     if mistakes:
@@ -403,8 +451,9 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
     recipe.build(losses, ("loss",), 2, max(classes, 1))
     for index in range(len(recipe.regularisers)):
         recipe.build(energies, ("regularisers", index))
-    if recipe.convert is not None:
-        recipe.build(operators, ("convert",))
+    for key, registry in _OPTIONAL.items():
+        if getattr(recipe, key) is not None:
+            recipe.build(registry, (key,))
     return recipe
 
 
@@ -430,6 +479,10 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.project.every and weighting != "none":
         message = f"must be 0 with convert.weighting = {weighting!r}, where the norm of the kernels counts"
         found.append(_describe(places, ("project", "every"), message))
+    turned = recipe.orthogonal
+    if turned is not None and turned.every and turned.sample is None:
+        message = "must be 0 without orthogonal.sample: there is nothing to draw"
+        found.append(_describe(places, ("orthogonal", "every"), message))
     return found
 
 

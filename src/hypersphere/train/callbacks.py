@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hypersphere.energy import Regulariser
+from hypersphere.orthogonal import check
 from hypersphere.train.run import atomic_write
 
 if TYPE_CHECKING:
@@ -127,6 +128,35 @@ class TensorBoard(Callback):
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Close the event file."""
         self.writer.close()
+
+
+class OrthogonalityLog(Callback):
+    r"""Writes down how exact the rotations of the model are, and how far they have come, at every evaluation.
+
+    A row of the metrics with the split ``orthogonality`` holds :math:`\|R^T R - I\|_F / \sqrt{d}` of each layer as
+    ``orthogonality/LAYER`` and :math:`\|R - I\|_F / \sqrt{d}` as ``moved/LAYER``. Recipes with ``orthogonal:`` have it.
+
+    Example:
+        >>> OrthogonalityLog().on_step(None, 1)
+    """
+
+    def on_start(self, trainer: Trainer, step: int) -> None:
+        """Write down where training starts, unless that was done before an interruption."""
+        if not any(row["split"] == "orthogonality" for row in trainer.run.rows()):
+            self._write(trainer, step)
+
+    def on_evaluate(self, trainer: Trainer, row: Row) -> None:
+        """Write down the rotations of what was evaluated."""
+        self._write(trainer, row["step"])
+
+    def _write(self, trainer: Trainer, step: int) -> None:
+        row: dict[str, Any] = {"step": step, "split": "orthogonality"}
+        for layer in check(trainer.model).rows:
+            row |= {f"orthogonality/{layer.name}": layer.error, f"moved/{layer.name}": layer.moved}
+        trainer.run.append(row)
+        for callback in trainer.callbacks:
+            if isinstance(callback, TensorBoard) and callback.writer is not None:
+                callback.write(row)
 
 
 class EnergyLog(Callback):

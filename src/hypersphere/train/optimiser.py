@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hypersphere.nn import Decoupled
+from hypersphere.optim import OGD
 from hypersphere.recipe import Optimiser, Schedule
 
 
@@ -37,32 +39,46 @@ def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
 
 
 def parameter_groups(
-    model: nn.Module, head: nn.Module, recipe: Optimiser, device: torch.device, regularisers: nn.Module | None = None
+    model: nn.Module,
+    head: nn.Module,
+    recipe: Optimiser,
+    device: torch.device,
+    regularisers: nn.Module | None = None,
+    *,
+    rotation_lr: float = 1.0,
+    rotation_decay: float = 0.0,
 ) -> list[dict[str, object]]:
     """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor.
 
     What weight decay spares is in groups of its own: ``-vectors``, the ``-kernels`` of decoupled layers whose norm does
-    not count, the radii and steepnesses of their ``-operators``, and what regularisers learn.
+    not count, the radii and steepnesses of their ``-operators``, and what regularisers learn. ``-rotations`` have a
+    factor on the learning rate and a weight decay of their own; ``-matrices`` are the matrices of rotations themselves,
+    which the optimiser has to keep orthogonal.
     """
     groups: list[dict[str, object]] = []
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
-        decoupled = _decoupled_parameters(module)
-        members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in ("", "-vectors", "-kernels", "-operators")}
+        special = _decoupled_parameters(module) | _rotation_parameters(module)
+        suffixes = ("", "-vectors", "-kernels", "-operators", "-rotations", "-matrices")
+        members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in suffixes}
         for p in module.parameters():
             vector = "-vectors" if recipe.decay == "weights" and p.dim() <= 1 else ""
             if p.requires_grad:
-                members[decoupled.get(p, vector)].append(p)
-        groups += [
-            {
-                "name": f"{name}{suffix}",
-                "params": parameters,
-                "weight_decay": 0.0 if suffix else recipe.weight_decay,
-                "lr": torch.tensor(recipe.lr * factor, device=device),
-                "base_lr": recipe.lr * factor,
-            }
-            for suffix, parameters in members.items()
-            if parameters
-        ]
+                members[special.get(p, vector)].append(p)
+        for suffix, parameters in members.items():
+            if parameters:
+                turned = suffix in ("-rotations", "-matrices")
+                decay = rotation_decay if suffix == "-rotations" else 0.0 if suffix else recipe.weight_decay
+                base = recipe.lr * factor * (rotation_lr if turned else 1.0)
+                groups.append(
+                    {
+                        "name": f"{name}{suffix}",
+                        "params": parameters,
+                        "weight_decay": decay,
+                        "lr": torch.tensor(base, device=device),
+                        "base_lr": base,
+                        **({"orthogonal": True} if suffix == "-matrices" else {}),
+                    }
+                )
     learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
     if learned:
         rate = torch.tensor(recipe.lr, device=device)
@@ -86,6 +102,12 @@ def _decoupled_parameters(module: nn.Module) -> dict[Tensor, str]:
     return {p: group for p, group in found.items() if p not in others}
 
 
+def _rotation_parameters(module: nn.Module) -> dict[Tensor, str]:
+    """The groups of the free parameters of rotations, of layers and of class vectors."""
+    turned: list[Any] = [part for part in module.modules() if getattr(part, "is_rotation", False)]
+    return {part.free: "-matrices" if part.map.direct else "-rotations" for part in turned}
+
+
 def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.optim.Optimizer:
     """The optimiser, fused, with all of its state created and zero.
 
@@ -93,7 +115,11 @@ def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.
     into and a captured step never allocates.
     """
     optimiser: torch.optim.Optimizer
-    if recipe.name == "sgd":
+    if any(group.get("orthogonal") for group in groups):
+        # The trainer looks at the drift itself: at the same steps in a resumed run, and outside a captured one.
+        options: dict[str, Any] = {"form": recipe.name, "retraction": "exact", "check_every": 0}
+        optimiser = OGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, betas=recipe.betas, **options)
+    elif recipe.name == "sgd":
         optimiser = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
     else:
         kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hypersphere.energy import Regulariser, Selection, select
 from hypersphere.energy.layers import neurons
 from hypersphere.errors import ArgumentError
+from hypersphere.orthogonal.rotation import Together, rotations
 from hypersphere.train.batches import Batches, Preprocess
 from hypersphere.train.distributed import World
 from hypersphere.train.randomness import derive_seed, seed_default_generator
@@ -54,6 +55,7 @@ class Objective(nn.Module):
         weights = torch.tensor([weight for _, weight, _ in regularisers.values()])
         self.register_buffer("weights", weights, persistent=False)
         self.targets = [self._target(energy, target) for energy, _, target in regularisers.values()]
+        self.together = Together(rotation for _, rotation in rotations(model))
 
     def _target(self, energy: nn.Module, target: str) -> nn.Module | Selection:
         """The layers that an energy is of: those of the model are hidden ones, the head is the output layer."""
@@ -171,8 +173,11 @@ class Step:
         with torch.autocast(
             self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None, cache_enabled=False
         ):
+            # Before the forward pass that may be compiled: maps are a few large operations with state of their own.
+            self.objective.together.compute()
             terms = self.forward(images, labels)
         self.scaler.scale(terms.sum()).backward()
+        self.objective.together.forget()
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimiser)
         norms = self._clip()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hypersphere import orthogonal
 from hypersphere.data import Dataset, Split
 from hypersphere.data import load as load_data
 from hypersphere.energy import MHE, Regulariser, energies, select
@@ -27,15 +28,19 @@ from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import MarginSoftmax, losses
 from hypersphere.models import models
 from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate
+from hypersphere.optim import OGD
+from hypersphere.orthogonal import maps
 from hypersphere.recipe import Recipe, RecipeError
 from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
-from hypersphere.train.callbacks import Callback, EnergyLog, TensorBoard
+from hypersphere.train.callbacks import Callback, EnergyLog, OrthogonalityLog, TensorBoard
 from hypersphere.train.distributed import World, synchronise_statistics
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
 from hypersphere.train.randomness import derive_seed
 from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
 from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step, output_layer
 
+SETTLE_EVERY = 100
+"""Steps between two looks at the matrices of rotations."""
 MIN_LOSS_SCALE = 2.0**-10
 """A loss scale below this means that gradients overflow however small they are made."""
 
@@ -118,6 +123,8 @@ class Trainer:
             self.callbacks.append(TensorBoard())
         if recipe.evaluate.energy and self.world.main:
             self.callbacks.append(EnergyLog())
+        if recipe.orthogonal is not None and self.world.main:
+            self.callbacks.append(OrthogonalityLog())
         self._stop_signal: int | None = None
         self._averages = [p.detach().clone() for p in self._parameters()] if recipe.train.ema is not None else None
         self.step_number = 0
@@ -147,6 +154,7 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(recipe.seed, "initialise"))
             model = self._convert(recipe.build(models, ("model",), data.train.shape))
+            model = self._turn(model)
             head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
         preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
         preprocess.measure(data.train)
@@ -166,6 +174,17 @@ class Trainer:
             project_weights(model, self.recipe.project.s)
         return model
 
+    def _turn(self, model: Any) -> Any:
+        """The model with rotations in its layers where the recipe says so."""
+        part = self.recipe.orthogonal
+        if part is None:
+            return model
+        seed = derive_seed(self.recipe.seed, "rotations")
+        try:
+            return orthogonal.apply(model, self.recipe.build(maps, ("orthogonal",)), seed=seed, **part.arguments)
+        except ArgumentError as error:
+            raise self.recipe.blame(error, "orthogonal") from error
+
     def _objective(self) -> Objective:
         """Model, head and regularisers, whose state is there and on the device."""
         recipe = self.recipe
@@ -179,6 +198,10 @@ class Trainer:
                     Objective(self.model, self.head, {title: regularisers[title]}).to(self.device).prepare()
                 except ArgumentError as error:
                     raise recipe.blame(error, "regularisers", index) from error
+        turned = recipe.orthogonal
+        if turned is not None and turned.penalty:
+            energy = orthogonal.Penalty(squared=turned.penalty_squared)
+            regularisers["orthogonality"] = (energy, turned.penalty, "model")
         return Objective(self.model, self.head, regularisers).to(self.device)
 
     def _make_step(self) -> Step:
@@ -194,7 +217,10 @@ class Trainer:
         if train.compile:
             forward = torch.compile(forward)
             self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
-        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device, objective.energies)
+        rates: dict[str, Any] = {}
+        if recipe.orthogonal is not None:
+            rates = {"rotation_lr": recipe.orthogonal.lr, "rotation_decay": recipe.orthogonal.weight_decay}
+        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device, objective.energies, **rates)
         return Step(
             objective,
             forward,
@@ -314,6 +340,10 @@ class Trainer:
     def prepare(self) -> None:
         """Build the step, load the last checkpoint and capture the step where that is possible."""
         self._step = self._make_step()
+        if self.recipe.orthogonal is not None and self.recipe.orthogonal.every:
+            seed = derive_seed(self.recipe.seed, "coordinates")
+            optimiser = self._step.optimiser
+            self._resampling = orthogonal.Resampling(self.model, self.recipe.orthogonal.every, optimiser, seed)
         self._resume()
         self._train_mode()
         self._runner: Step | CapturedStep = self._step
@@ -340,6 +370,7 @@ class Trainer:
         project = self.recipe.project
         if project.every and self.step_number % project.every == 0:
             project_weights(self.model, project.s)  # in place, behind the step: a captured one stays as it is
+        self._keep_orthogonal()
         self._notify("on_step", self.step_number)
         last = self.step_number == train.steps
         stopping = self._stop_signal is not None
@@ -361,6 +392,18 @@ class Trainer:
                 f"stopped after step {self.step_number}; go on with `hypersphere resume {self.run.path}`",
                 self._stop_signal,
             )
+
+    def _keep_orthogonal(self) -> None:
+        """Draw new coordinates to turn, and set right what rounding has done to matrices, where it is due."""
+        part = self.recipe.orthogonal
+        if part is None:
+            return
+        if part.every and self.step_number % part.every == 0:
+            self._resampling.draw(self.step_number // part.every)
+        if self.step_number % SETTLE_EVERY == 0:
+            orthogonal.settle(self.model)
+            if isinstance(self._step.optimiser, OGD):
+                self._step.optimiser.orthogonalise()
 
     def _run_step(self) -> None:
         try:
@@ -424,7 +467,7 @@ class Trainer:
         row |= values
         row["lr"] = float(self._step.optimiser.param_groups[0]["lr"])
         row |= self.head.schedules()
-        weights = zip(self.terms[1:], self.recipe.regularisers, self._step.objective.weights.tolist(), strict=True)
+        weights = zip(self.terms[1:], self.recipe.regularisers, self._step.objective.weights.tolist(), strict=False)
         row |= {f"weight/{title}": weight for title, part, weight in weights if part.schedule is not None}
         self._pending = []
         self._write("on_log", row)
@@ -505,10 +548,11 @@ class Trainer:
         self.model.eval()
         self.head.eval()
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for images, labels in evaluation_batches(split, self.recipe.evaluate.batch_size, self.device):
-            with self._autocast():
-                features = self.model(self.preprocess(images))
-            found.append((features.float(), self.head.logits(features), labels))
+        with orthogonal.cached(self.model):
+            for images, labels in evaluation_batches(split, self.recipe.evaluate.batch_size, self.device):
+                with self._autocast():
+                    features = self.model(self.preprocess(images))
+                found.append((features.float(), self.head.logits(features), labels))
         features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         return features, logits, labels
 
