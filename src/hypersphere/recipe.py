@@ -407,8 +407,9 @@ def settings() -> Iterator[tuple[str, str, str]]:
                 yield f"{name}.{key}", str(default), inner.description or ""
 
 
+_REQUIRED: dict[str, Registry[Any]] = {"data": datasets, "model": models, "loss": losses}
 _OPTIONAL: dict[str, Registry[Any]] = {"convert": operators, "orthogonal": maps}
-"""Parts that a recipe may lack."""
+"""Parts by name that every recipe has, and those that it may lack."""
 
 
 def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:
@@ -428,7 +429,7 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
         raise RecipeError("\n".join(_explain(error, Recipe, content, places))) from None
     mistakes: list[str] = []
     updates: dict[str, Any] = {}
-    for key, registry in ({"data": datasets, "model": models, "loss": losses} | _OPTIONAL).items():
+    for key, registry in (_REQUIRED | _OPTIONAL).items():
         if (part := getattr(recipe, key)) is not None:
             updates[key] = _resolve(part, registry, (key,), places, mistakes)
     updates["regularisers"] = tuple(

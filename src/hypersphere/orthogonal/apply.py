@@ -389,7 +389,7 @@ def parameter_groups(
     Args:
         model: The model.
         lr: Learning rate of everything but rotations.
-        rotation_lr: That of rotations; by default 10 times ``lr``, which suits maps that start at the identity.
+        rotation_lr: That of rotations; by default the same. Without normalisation layers ten times as much may be best.
         weight_decay: Weight decay of everything but rotations.
 
     Example:
@@ -401,7 +401,7 @@ def parameter_groups(
     turned = {rotation.free for _, rotation in rotations(model)}
     rest = [p for p in model.parameters() if p not in turned and p.requires_grad]
     own = [rotation.free for _, rotation in rotations(model) if rotation.free.requires_grad]
-    rate = 10 * lr if rotation_lr is None else rotation_lr
+    rate = lr if rotation_lr is None else rotation_lr
     return [
         {"params": own, "lr": rate, "weight_decay": 0.0},
         {"params": rest, "lr": lr, "weight_decay": weight_decay},
@@ -494,7 +494,7 @@ class Row(NamedTuple):
         matrices: Number and size of the matrices, such as ``"1x576"``.
         free: Number of free parameters.
         moved: Distance from the identity, :math:`\|R - I\|_F / \sqrt{d}` over all matrices.
-        error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix.
+        error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix, also of what a map that follows would give.
         gram: Largest change of an inner product between neurons, relative to the largest squared norm; of singular
             values where both sides are turned.
     """
@@ -568,6 +568,10 @@ def check(model: nn.Module) -> Report:
         drift = _drift(layout.vectors(parts.original), layout.vectors(layer.weight), both=len(parts) > 1)
         for rotation in parts:
             matrices = rotation.matrices()
+            error = orthogonality_error(matrices).max()
+            if rotation.carried is not None:  # what the next step of training will see
+                used, _ = rotation.map.follow(rotation.free, rotation.carried)
+                error = torch.maximum(error, orthogonality_error(used).max())
             _, n, d = rotation.layout.vectors(parts.original).shape
             eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
             moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
@@ -580,7 +584,7 @@ def check(model: nn.Module) -> Report:
                     f"{len(matrices)}x{rotation.block}",
                     rotation.count,
                     float(moved),
-                    float(orthogonality_error(matrices).max()),
+                    float(error),
                     drift,
                 )
             )

@@ -219,7 +219,7 @@ class Cayley(Map):
 
     method: str = "solve"
     terms: int = 4
-    refinements: int = 2
+    refinements: int = 3
     skew: ClassVar[bool] = True
 
     @property
@@ -325,7 +325,7 @@ class GramSchmidt(_Orthonormalised):
 
     orientation: str = "columns"
     method: str = "qr"
-    refinements: int = 2
+    refinements: int = 3
 
     def __post_init__(self) -> None:
         check_choice("orientation", self.orientation, ("columns", "rows"))
@@ -367,7 +367,7 @@ class Householder(_Orthonormalised):
     """
 
     form: str = "qr"
-    refinements: int = 2
+    refinements: int = 3
 
     def __post_init__(self) -> None:
         check_choice("form", self.form, ("qr", "newton", "product"))
