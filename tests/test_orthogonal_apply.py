@@ -756,3 +756,45 @@ def test_report_prints_a_table():
         "change",
     ]
     assert text.endswith("2 rotations, 43 free parameters")
+
+
+def test_activations_may_be_recomputed():
+    """Checkpointing runs layers again in the backward pass, when the forward pass of the model is over."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(8, 8, 8, 6)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x, recompute=True):
+            return self.out(checkpoint(self.body, x, use_reentrant=False) if recompute else self.body(x))
+
+    model = hs.orthogonal.apply(Net())
+    turn_at_random(model)
+    x = torch.randn(5, 8)
+    found = []
+    for recompute in (True, False):
+        model.zero_grad()
+        model(x, recompute).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        assert all(rotation._computed is None for _, rotation in hs.orthogonal.rotations(model))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_a_forward_pass_computed_is_not_used_after_a_change():
+    model = hs.orthogonal.apply(mlp(8, 8, 3))
+    model(torch.randn(2, 8))  # no backward pass follows
+    copied = copy.deepcopy(model)
+    (rotation,) = model[0].parametrizations.weight
+    before = model[0].weight.detach().clone()
+    turn_at_random(model)
+    assert not torch.allclose(model[0].weight, before)
+    torch.testing.assert_close(copied[0].weight, before)
+    loss = model[0](torch.randn(2, 8)).sum() + model(torch.randn(2, 8)).sum()
+    loss.backward()
+    model(torch.randn(2, 8)).sum().backward()
+    model[0](torch.randn(2, 8)).sum().backward()  # a part alone, after the whole
+    assert rotation.free.grad.isfinite().all()

@@ -206,8 +206,7 @@ class Adapter(Rotation):
 
     def outputs(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs ``(..., n)`` of the layer as it was, each but for its bias times its factor."""
-        if self.log_scale is None:
-            return y
+        assert self.log_scale is not None
         scale = self.log_scale.exp().to(y.dtype)
         return y * scale if bias is None else (y - bias) * scale + bias
 
@@ -254,7 +253,10 @@ class Adapters(nn.ModuleDict):
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Hook after it: scale the outputs."""
         adapter = self.working(input_centric=True)
-        return output if adapter is None else adapter.outputs(output, getattr(layer, "bias", None))
+        if adapter is None or adapter.log_scale is None:
+            return output
+        bias: Any = getattr(layer, "bias", None)
+        return adapter.outputs(output, bias() if callable(bias) else bias)  # torch's quantised layers have a method
 
 
 class _Turned(nn.Module):
@@ -266,8 +268,11 @@ class _Turned(nn.Module):
     @property
     def weight(self) -> Tensor | None:
         """The weight as it is turned; the frozen one is the parameter of this name."""
-        weight, adapter = self._parameters["weight"], self.adapters.working(input_centric=False)
-        return weight if adapter is None or weight is None else adapter(weight)
+        try:
+            weight, adapter = self._parameters["weight"], self.adapters.working(input_centric=False)
+            return weight if adapter is None or weight is None else adapter(weight)
+        except AttributeError as error:  # torch would take it for a missing property, and the frozen weight instead
+            raise RuntimeError(str(error)) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revived, (self.plain,), vars(self)
@@ -649,12 +654,12 @@ def _extra_parameters(
 # ----------------------------------------------------------------------------------------- use, drop, disable
 
 
-def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
+def list_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The adapters of a model: the configuration of each, by name.
 
     Example:
         >>> model = adapt(nn.Linear(8, 8), name="first")
-        >>> list(adapters(adapt(model, name="second")))
+        >>> list(list_adapters(adapt(model, name="second")))
         ['first', 'second']
     """
     book: _Book | None = vars(model).get(_BOOK)
@@ -920,7 +925,7 @@ def load_adapter(
 
     Example:
         >>> state, config = adapter_state_dict(adapt(nn.Linear(64, 8)))
-        >>> list(adapters(load_adapter(nn.Linear(64, 8), state, config, name="loaded")))
+        >>> list(list_adapters(load_adapter(nn.Linear(64, 8), state, config, name="loaded")))
         ['loaded']
     """
     active = vars(model)[_BOOK].active if _BOOK in vars(model) else None
@@ -967,7 +972,8 @@ def load_adapter_file(model: M, path: str | PathLike[str], *, name: str = "defau
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_adapter(adapt(nn.Linear(64, 8)), f"{folder}/oft.safetensors")
-        ...     print(list(adapters(load_adapter_file(nn.Linear(64, 8), f"{folder}/oft.safetensors", name="mine"))))
+        ...     layer = load_adapter_file(nn.Linear(64, 8), f"{folder}/oft.safetensors", name="mine")
+        >>> list(list_adapters(layer))
         ['mine']
     """
     with safetensors("safetensors").safe_open(str(path), framework="pt") as file:

@@ -64,8 +64,24 @@ def skew(P: Tensor) -> Tensor:
         tensor([[ 0.,  1.],
                 [-1.,  0.]])
     """
-    upper = P.triu(1)
-    return upper - upper.mT
+    return _Skew.apply(P)
+
+
+class _Skew(torch.autograd.Function):
+    """Two passes over the matrices each way."""
+
+    @staticmethod
+    def forward(P: Tensor) -> Tensor:
+        upper = P.triu(1)
+        return upper - upper.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return (grads[0] - grads[0].mT).triu(1)
 
 
 class _Product(torch.autograd.Function):
@@ -199,7 +215,7 @@ def _solved(W: Tensor) -> Tensor:
     L = _cholesky(identity + W.mT @ W)
     half = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
     X = A.mT @ (half.mT @ half)
-    return 2 * (X + X @ (identity - A @ X)) - identity  # that product squared the condition number
+    return _polished(2 * (X + X @ (identity - A @ X)) - identity)  # that product squared the condition number
 
 
 def _cholesky(S: Tensor) -> Tensor:
@@ -220,7 +236,7 @@ class _Cayley(torch.autograd.Function):
         with _exact(W):
             if nearby is None:
                 return _solved(W)
-            A, X = (M.reshape(-1, *W.shape[-2:]) for M in (A, (nearby + identity) / 2))
+            A, X = (M.reshape(-1, *W.shape[-2:]) for M in (A, torch.lerp(identity, nearby, 0.5)))
             for step in range(refinements):
                 # What fast products lose before the last step, that finds.
                 with exact_products("ieee" if step == refinements - 1 else "tf32"):
@@ -230,7 +246,7 @@ class _Cayley(torch.autograd.Function):
             A, X = A.view(W.shape), X.view(W.shape)
             # |X|_F^2 <= d for the inverse, and on the way to it from the new start. Skew: |W|_2^2 <= |W|_F^2 / 2.
             X = torch.where(_squared(X) <= 1.5 * W.shape[-1], X, A.mT / (1 + _squared(W) / 2))
-            return 2 * X - identity
+            return _polished(torch.add(-identity, X, alpha=2))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
@@ -239,8 +255,8 @@ class _Cayley(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (R,) = ctx.saved_tensors
-        inverse = (R.mT + eye(R)) / 2  # (I + W)^-1
-        return 2 * product(product(inverse, grads[0]), inverse), None, None
+        half = grads[0] + product(R.mT, grads[0])
+        return (half + product(half, R.mT)) / 2, None, None
 
 
 def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Tensor:
@@ -264,9 +280,15 @@ def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Ten
     return _Cayley.apply(W, nearby, refinements)
 
 
-def _polished(R: Tensor) -> Tensor:
-    """A nearly orthogonal matrix with its error squared, down to rounding."""
-    return 1.5 * R - 0.5 * R @ (R.mT @ R)
+def _polished(R: Tensor, precision: str = "tf32") -> Tensor:
+    r"""A nearly orthogonal matrix with its error squared, down to rounding: :math:`R + \tfrac12 R (I - R^TR)`.
+
+    Of a small correction few digits will do, so its product is a fast one.
+    """
+    flat = R.reshape(-1, *R.shape[-2:])
+    defect = torch.baddbmm(eye(R), flat.mT, flat, alpha=-1)
+    with exact_products(precision):
+        return torch.baddbmm(flat, flat, defect, alpha=0.5).view(R.shape)
 
 
 def _squared(M: Tensor) -> Tensor:
@@ -447,10 +469,12 @@ class _Polar(torch.autograd.Function):
             none = P.new_empty(0)
             if method == "newton":
                 return _polished(_newton_polar(P, steps)), none.clone(), none
-            size = spectral_norm(P) if scale == "spectral" else _squared(P).sqrt()
-            X = P / size.clamp(min=torch.finfo(P.dtype).tiny)
+            X = P
+            if scale != "none":
+                size = spectral_norm(P) if scale == "spectral" else _squared(P).sqrt()
+                X = P / size.clamp(min=torch.finfo(P.dtype).tiny)
             for _ in range(steps):
-                X = _polished(X)
+                X = _polished(X, "ieee")
             return X, none.clone(), none
 
     @staticmethod
@@ -492,14 +516,15 @@ def _newton_polar(P: Tensor, steps: int) -> Tensor:
 def sylvester_steps(steps: int) -> int:
     r"""Conjugate gradient steps for the matrices that ``steps`` Newton-Schulz steps suffice for.
 
-    These have ratios of singular values up to about :math:`1.5^{steps - 4}`, and a step of conjugate gradients divides
-    the error by about :math:`e^{2 / \sqrt{ratio}}`.
+    These have ratios of singular values up to about :math:`1.15 \cdot 1.5^{steps - 4}`, and a step of conjugate
+    gradients divides the error by :math:`(\sqrt{ratio} + 1) / (\sqrt{ratio} - 1)`.
 
     Example:
-        >>> sylvester_steps(7)
-        14
+        >>> sylvester_steps(4), sylvester_steps(7)
+        (5, 13)
     """
-    return math.ceil(7.5 * 1.5 ** (max(steps - 4, 0) / 2))
+    root = math.sqrt(1.15 * 1.5 ** max(steps - 4, 0))
+    return math.ceil(math.log(2e6) / math.log((root + 1) / (root - 1)))
 
 
 def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectral") -> Tensor:
@@ -512,8 +537,8 @@ def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectra
         P: Square matrices.
         method: ``"svd"``, ``"newton"`` (inverses) or ``"newton-schulz"`` (products only, also in the backward pass).
         steps: Of the iteration.
-        scale: Of the start of Newton-Schulz: by the estimated largest singular value (``"spectral"``) or by the norm
-            (``"frobenius"``).
+        scale: Of the start of Newton-Schulz: by the estimated largest singular value (``"spectral"``), by the norm
+            (``"frobenius"``), or ``"none"``.
 
     Example:
         >>> polar(2 * torch.eye(2))
@@ -542,10 +567,73 @@ def exponential(W: Tensor, max_norm: float) -> Tensor:
     """
     degree, reach = TAYLOR[W.dtype]
     squarings = max(0, math.ceil(math.log2(max(max_norm, 1e-9) / reach)))
+    return _Exponential.apply(W, degree, squarings)
+
+
+def _exponential(W: Tensor, degree: int, squarings: int) -> Tensor:
+    """The same as a chain of products that autograd sees."""
     R = polynomial(W / 2**squarings, [1 / math.factorial(k) for k in range(degree + 1)])
     for _ in range(squarings):
         R = product(R, R)
     return R
+
+
+class _Exponential(torch.autograd.Function):
+    """Paterson and Stockmeyer's polynomial, squarings, and both backwards; what rounding did to R is taken off it."""
+
+    @staticmethod
+    def forward(ctx: Any, W: Tensor, degree: int, squarings: int) -> Tensor:
+        width = round(math.sqrt(degree))
+        coefficients = [1 / math.factorial(k) for k in range(degree + 1)]
+        starts = list(range(0, (degree - 1) // width * width + 1, width))
+        identity = eye(W)
+        parts: list[Tensor] = []
+        with _exact(W):
+            powers = [W.reshape(-1, *W.shape[-2:]) / 2**squarings]
+            while len(powers) < width:
+                powers.append(powers[(len(powers) - 1) // 2] @ powers[len(powers) // 2])
+            for start in reversed(starts):
+                last = degree if start == starts[-1] else start + width - 1
+                block = coefficients[start] * identity
+                for k in range(start + 1, last + 1):
+                    block = torch.add(block, powers[k - start - 1], alpha=coefficients[k])
+                parts.append(torch.baddbmm(block, parts[-1], powers[-1]) if parts else block)
+            chain = [parts.pop()]
+            for _ in range(squarings):
+                chain.append(chain[-1] @ chain[-1])
+            R = _polished(chain.pop())
+        ctx.save_for_backward(W, *powers, *parts, *chain)
+        ctx.degree, ctx.squarings = degree, squarings
+        return R.view(W.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        W, *saved = ctx.saved_tensors
+        degree, squarings = ctx.degree, ctx.squarings
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this one is wanted
+            W = W.view_as(W)
+            found = torch.autograd.grad(_exponential(W, degree, squarings), W, grads[0], create_graph=True)
+            return found[0], None, None
+        width = round(math.sqrt(degree))
+        starts = list(range(0, (degree - 1) // width * width + 1, width))
+        powers, parts, chain = saved[:width], saved[width : len(saved) - squarings], saved[len(saved) - squarings :]
+        slopes: list[Any] = [0.0] * width
+        with _exact(W):
+            G = grads[0].reshape(-1, *W.shape[-2:])
+            for X in reversed(chain):
+                G = torch.baddbmm(G @ X.mT, X.mT, G)
+            for start, part in zip(starts, [*reversed(parts), None], strict=True):
+                last = degree if part is None else start + width - 1
+                for k in range(start + 1, last + 1):
+                    slopes[k - start - 1] = slopes[k - start - 1] + G / math.factorial(k)
+                if part is not None:
+                    slopes[-1] = slopes[-1] + part.mT @ G
+                    G = G @ powers[-1].mT
+            for k in range(width - 1, 0, -1):  # each power is the product of those of its halves
+                left, right = (k - 1) // 2, k // 2
+                slopes[left] = slopes[left] + slopes[k] @ powers[right].mT
+                slopes[right] = slopes[right] + powers[left].mT @ slopes[k]
+        return (slopes[0] / 2**squarings).view(W.shape), None, None
 
 
 class _Givens(torch.autograd.Function):

@@ -363,7 +363,7 @@ def cached(model: nn.Module) -> Iterator[None]:
         torch.Size([1, 3, 3])
     """
     together = Together(rotation for _, rotation in rotations(model))
-    if any(rotation._computed is not None for rotation in together.rotations):
+    if any(rotation._computed is not None and rotation._held is None for rotation in together.rotations):
         raise ArgumentError("model", "must not be in its forward pass or in another cached() block")
     together.compute()
     computed = [rotation.matrices() for rotation in together.rotations]

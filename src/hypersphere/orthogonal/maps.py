@@ -424,7 +424,8 @@ class Loewdin(Map):
             for one 1.5 times as large.
         steps: Of the iteration; 10 (``newton``) or 7 (``newton-schulz``) if not given.
         scale: Of the start of Newton-Schulz: by the largest singular value, estimated with a few vectors
-            (``"spectral"``), or by the Frobenius norm (``"frobenius"``), which takes more steps.
+            (``"spectral"``), by the Frobenius norm (``"frobenius"``), which takes more steps, or ``"none"``, for
+            singular values between 0.5 and 1.5, as training keeps them that continues from ``P = R`` now and then.
 
     Example:
         >>> Loewdin()(torch.tensor([[2.0, 0.0], [0.0, -3.0]]))
@@ -438,7 +439,7 @@ class Loewdin(Map):
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, ("svd", "newton", "newton-schulz"))
-        check_choice("scale", self.scale, ("spectral", "frobenius"))
+        check_choice("scale", self.scale, ("spectral", "frobenius", "none"))
         if self.steps is not None:
             check_range("steps", self.steps, 1)
 

@@ -127,7 +127,9 @@ class Rotation(nn.Module):
         self.taps = 1
         """Numbers of a vector that belong to one input channel, next to each other."""
         self._computed: Tensor | None = None
-        """Matrices that were computed together with those of other layers, for one forward pass of the model."""
+        """Matrices that were computed together with those of other layers, for one pass through the model."""
+        self._held: int | None = None
+        """Version of ``free`` that they are of, where they outlive the forward pass."""
 
     @property
     def count(self) -> int:
@@ -140,7 +142,31 @@ class Rotation(nn.Module):
 
     def matrices(self) -> Tensor:
         """The orthogonal matrices ``(count, b, b)``, as they act: the identity at the start."""
-        return self._computed if self._computed is not None else compute([self])[0]
+        if self._computed is None or (self._held is not None and self._held != self.free._version):
+            return compute([self])[0]
+        return self._computed
+
+    def hold(self) -> None:
+        """Keep what was computed until the backward pass is through with it: activations may be recomputed in that."""
+        matrices = self._computed
+        if matrices is None or not matrices.requires_grad:
+            self.forget()
+            return
+        self._held = self.free._version
+
+        def release(gradient: Tensor) -> None:
+            if self._computed is matrices:
+                self.forget()
+
+        matrices.register_hook(release)
+
+    def forget(self) -> None:
+        """Compute the matrices when they are asked for."""
+        self._computed = self._held = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes: not the matrices, which belong to a graph."""
+        return self.__dict__ | {"_computed": None, "_held": None}
 
     def forward(self, weight: Tensor) -> Tensor:
         """Turn a weight of the layer."""
@@ -266,25 +292,32 @@ class Together:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Hook before the forward pass: compute, unless that was done further out."""
-        new = bool(self.rotations) and self.rotations[0]._computed is None
+        first = self.rotations[0]
+        new = first._computed is None or first._held is not None
         self._opened.append(new)
         if new:
             self.compute()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook after it, also where it failed: forget."""
-        if self._opened.pop():
+        """Hook after it, also where it failed: forget, or with the backward pass."""
+        if not self._opened.pop():
+            return
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if output is None or torch.compiler.is_compiling() or capturing:
             self.forget()
+        else:
+            for rotation in self.rotations:
+                rotation.hold()
 
     def compute(self) -> None:
         """Compute the matrices of all rotations."""
         for rotation, matrices in zip(self.rotations, compute(self.rotations), strict=True):
-            rotation._computed = matrices
+            rotation._computed, rotation._held = matrices, None
 
     def forget(self) -> None:
         """Let layers compute their matrices themselves again."""
         for rotation in self.rotations:
-            rotation._computed = None
+            rotation.forget()
 
 
 def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
