@@ -798,3 +798,207 @@ def test_what_a_forward_pass_computed_is_not_used_after_a_change():
     model(torch.randn(2, 8)).sum().backward()
     model[0](torch.randn(2, 8)).sum().backward()  # a part alone, after the whole
     assert rotation.free.grad.isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------- in a user's hands
+
+
+def test_training_keeps_no_matrices_alive():
+    """Neither after steps nor after forward passes without a backward one, nor after the model is gone."""
+    import gc
+    import weakref
+
+    model = hs.orthogonal.apply(mlp(8, 8, 8, 3))
+    size = (1, 8, 8)
+
+    def alive():
+        gc.collect()
+        return sum(type(o) is torch.Tensor and o.shape[1:] == size[1:] for o in gc.get_objects())
+
+    for _ in range(3):
+        model(torch.randn(2, 8)).sum().backward()
+    before = alive()
+    for step in range(6):
+        loss = model(torch.randn(2, 8)).sum()
+        if step % 2:
+            loss.backward()
+    del loss
+    assert alive() <= before
+    gone = weakref.ref(model[0].parametrizations.weight[0])
+    model(torch.randn(2, 8))
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_passes_with_recomputed_activations_before_one_backward_pass():
+    from torch.utils.checkpoint import checkpoint
+
+    body = mlp(8, 8, 8, 6)
+    model = hs.orthogonal.apply(nn.Sequential(body, nn.Linear(6, 3)))
+    turn_at_random(model)
+    a, b = torch.randn(2, 5, 8)
+    plain = model(a).square().sum() + model(b).square().sum()
+    expected = torch.autograd.grad(plain, list(model.parameters()))
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model[1](checkpoint(self.model[0], x, use_reentrant=False))
+
+    net = Checkpointed()
+    found = torch.autograd.grad(net(a).square().sum() + net(b).square().sum(), list(model.parameters()))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("change", ["assign", "data", "double", "functional"])
+def test_merged_weights_are_those_of_the_present_parameters(change):
+    model = hs.orthogonal.apply(mlp(8, 8, 3))
+    other = copy.deepcopy(model)
+    turn_at_random(other)
+    model(torch.randn(2, 8))  # with gradients, and no backward pass
+    (rotation,), (wanted,) = model[0].parametrizations.weight, other[0].parametrizations.weight
+    if change == "assign":
+        model.load_state_dict(other.state_dict(), assign=True)
+    elif change == "data":
+        rotation.free.data.copy_(wanted.free)
+    elif change == "double":
+        model.double()
+        other = copy.deepcopy(model)
+    else:
+        name = "0.parametrizations.weight.0.free"
+        free = wanted.free.detach().clone().requires_grad_()
+        torch.func.functional_call(model, {name: free}, torch.randn(2, 8))
+        other = hs.orthogonal.apply(mlp(8, 8, 3))
+    merged, expected = hs.orthogonal.merge(model), hs.orthogonal.merge(other)
+    torch.testing.assert_close(merged[0].weight, expected[0].weight)
+
+
+def test_a_map_as_an_object_takes_no_options_and_adapters_are_left_alone():
+    with pytest.raises(ArgumentError, match="unit_nrom must not be given together with a map"):
+        hs.orthogonal.apply(mlp(4, 4, 2), hs.orthogonal.create("cayley"), unit_nrom=True)
+    model = hs.orthogonal.adapt(mlp(8, 8, 4), targets=["0"], block_size=4)
+    before = model(torch.ones(1, 8))
+    with pytest.raises(ArgumentError, match="unload them first"):
+        hs.orthogonal.apply(model)
+    torch.testing.assert_close(model(torch.ones(1, 8)), before)
+    report = hs.orthogonal.check(model)
+    assert [row.name for row in report.rows] == ["0 (default)"]
+    assert report.rows[0].free == 2 * 6
+    assert report.gram < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"structure": "skew"}, {"structure": "upper", "init": lambda w: 1 / 0}])
+def test_what_fails_changes_nothing(options):
+    model = mlp(4, 4, 4, 2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises((ArgumentError, ZeroDivisionError)):
+        hs.orthogonal.apply(model, "masked", **options)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in model if isinstance(layer, nn.Linear))
+
+
+def test_misused_cached_blocks_say_so():
+    model = hs.orthogonal.apply(mlp(4, 4, 2))
+    with hs.orthogonal.cached(model):
+        loss = model(torch.randn(3, 4)).sum()
+    with pytest.raises(ArgumentError, match="backward passes inside"):
+        loss.backward()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="step the optimiser after it"), hs.orthogonal.cached(model):
+        model(torch.randn(3, 4)).sum().backward()
+        with torch.no_grad():
+            model[0].parametrizations.weight[0].free.add_(0.1)
+        optimiser.step()
+
+
+def test_maps_that_follow_do_so_in_training_alone():
+    model = hs.orthogonal.apply(mlp(8, 8, 3), "cayley", method="newton")
+    (rotation,) = model[0].parametrizations.weight
+    kept = rotation.carried.clone()
+    model.eval()
+    with torch.no_grad():
+        rotation.free.normal_(std=0.5)
+    out = model(torch.ones(1, 8))  # gradients are recorded, but nothing is trained
+    assert torch.equal(rotation.carried, kept)
+    exact = copy.deepcopy(model)
+    torch.testing.assert_close(hs.orthogonal.merge(exact)(torch.ones(1, 8)), out)
+    # A state without what is carried: from a map that carries nothing.
+    plain = hs.orthogonal.apply(mlp(8, 8, 3), "cayley")
+    turn_at_random(plain, 0.5)
+    model.load_state_dict(plain.state_dict())
+    model.train()
+    torch.testing.assert_close(model(torch.ones(1, 8)), plain(torch.ones(1, 8)), rtol=1e-5, atol=1e-5)
+    model.bfloat16()
+    assert model(torch.ones(1, 8, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_parts_are_merged_and_turned_again_without_remains():
+    model = mlp(8, 8, 8, 3)
+    hs.orthogonal.apply(model[0], skip=None)
+    hs.orthogonal.apply(model, include="2")
+    hs.orthogonal.merge(model[0])
+    calls = []
+    for _, rotation in hs.orthogonal.rotations(model):
+        calls.append(rotation.d)
+    assert calls == [8]
+    model(torch.randn(2, 8)).sum().backward()
+    hs.orthogonal.merge(model)
+    assert not model._forward_pre_hooks and not model[0]._forward_pre_hooks
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in mlp(8, 8, 8, 3).named_parameters()]
+
+
+def test_partition_covers_all_coordinates_from_the_start():
+    for seed in range(4):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+        hs.orthogonal.apply(model, sample=2, sampling="partition", seed=seed)
+        resampling = hs.orthogonal.Resampling(model, 1, seed=seed)
+        (rotation,) = model[1].parametrizations.weight
+        seen = set(rotation.index.flatten().tolist())
+        for _ in range(3):
+            resampling()
+            seen |= set(rotation.index.flatten().tolist())
+        assert seen == set(range(8))
+
+
+def test_at_least_two_coordinates_are_turned():
+    model = hs.orthogonal.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), sample=0.1, skip=None)
+    assert [rotation.block for _, rotation in hs.orthogonal.rotations(model)] == [8, 2]
+    whole = hs.orthogonal.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), sample=1.0, skip=None)
+    assert [rotation.block for _, rotation in hs.orthogonal.rotations(whole)] == [8, 8]
+
+
+def test_penalty_is_float32_under_autocast():
+    model = hs.orthogonal.apply(mlp(64, 64, 3), "unconstrained")
+    (rotation,) = model[0].parametrizations.weight
+    with torch.no_grad():
+        rotation.free[0] = torch.linalg.qr(torch.randn(64, 64)).Q
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hs.orthogonal.penalty(model) < 1e-8
+
+
+def test_graph_layers_say_where_their_neurons_are():
+    class GraphConvolution(nn.Module):
+        neurons = "columns"
+
+        def __init__(self, d, n):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(d, n))
+
+        def forward(self, adjacency, x):
+            return adjacency @ (x @ self.weight)
+
+    layer = hs.orthogonal.apply(GraphConvolution(6, 4))
+    turn_at_random(layer)
+    (rotation,) = layer.parametrizations.weight
+    V, W = layer.parametrizations.weight.original, layer.weight
+    torch.testing.assert_close(W, rotation.matrices()[0] @ V)
+    adjacency, x = torch.rand(5, 5), torch.randn(5, 6)
+    torch.testing.assert_close(layer(adjacency, x), adjacency @ ((x @ rotation.matrices()[0]) @ V))
+    before = layer(adjacency, x)
+    torch.testing.assert_close(hs.orthogonal.merge(layer)(adjacency, x), before)

@@ -480,10 +480,23 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.project.every and weighting != "none":
         message = f"must be 0 with convert.weighting = {weighting!r}, where the norm of the kernels counts"
         found.append(_describe(places, ("project", "every"), message))
-    turned = recipe.orthogonal
-    if turned is not None and turned.every and turned.sample is None:
+    if recipe.orthogonal is not None:
+        found += _orthogonal_mistakes(recipe.orthogonal, recipe.train.ema, places)
+    return found
+
+
+def _orthogonal_mistakes(turned: Orthogonal, ema: float | None, places: Mapping[Location, str]) -> list[str]:
+    """What does not go together in orthogonal training."""
+    found = []
+    if bool(turned.every) != (turned.sample is not None):
         message = "must be 0 without orthogonal.sample: there is nothing to draw"
+        if not turned.every:
+            message = "must be given with orthogonal.sample: the steps between two draws, such as 100"
         found.append(_describe(places, ("orthogonal", "every"), message))
+    direct = turned.name in maps and getattr(maps[turned.name].factory, "direct", False)
+    if direct and ema is not None:
+        message = "must not be given with orthogonal.name = 'direct': means of orthogonal matrices are not orthogonal"
+        found.append(_describe(places, ("train", "ema"), message))
     return found
 
 

@@ -38,7 +38,7 @@ from hypersphere.geometry import at_least_float32
 from hypersphere.nn.convert import _is_ordinary
 from hypersphere.nn.modules import KINDS
 from hypersphere.orthogonal.maps import Map, create
-from hypersphere.orthogonal.rotation import Layout, Rotation
+from hypersphere.orthogonal.rotation import Layout, Rotation, holds_columns
 
 M = TypeVar("M", bound=nn.Module)
 Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -497,16 +497,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _is_linear(module: Any) -> bool:
     """Whether this is a linear layer: torch's, GPT-2's, or a quantised one of whatever class."""
-    if isinstance(module, nn.Linear) or _by_column(module):
+    if isinstance(module, nn.Linear) or holds_columns(module):
         return True
     sized = isinstance(getattr(module, "in_features", None), int) and isinstance(
         getattr(module, "out_features", None), int
     )
     return sized and not _is_ordinary(getattr(module, "weight", None))
-
-
-def _by_column(module: Any) -> bool:
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _chosen(model: nn.Module, targets: Targets | None, input_centric: bool | None) -> dict[str, Any]:
@@ -817,7 +813,7 @@ def unmerge_adapter(model: nn.Module) -> None:
         raise ArgumentError("model", "must have been merged with keep=True: the weights of before are lost")
     for layer in layers:
         weight = layer._parameters["weight"]
-        weight.data = layer.adapters.kept.to(weight.device)
+        weight.data = layer.adapters.kept.to(weight.device, weight.dtype)
         layer.adapters.kept = None
     for layer in adapted_layers(model).values():
         layer.adapters.merged = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -20,8 +20,10 @@ from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, normalise
 from hypersphere.nn.convert import _PLACES, Choice, Kind, _classes, _is_ordinary, _listed, _matcher, _on_shortcut
 from hypersphere.nn.modules import KINDS
+from hypersphere.orthogonal.adapters import Adapters, adapted_layers
+from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create, orthogonality_error
-from hypersphere.orthogonal.rotation import Layout, Rotation, Together, rotations
+from hypersphere.orthogonal.rotation import Layout, Rotation, Together, holds_columns, rotations
 
 M = TypeVar("M", bound=nn.Module)
 Init = str | Callable[[Tensor], Any]
@@ -86,8 +88,8 @@ def apply(
         blocks: Number of equal blocks on the diagonal of R, along the input channels (PE-OPT); layers whose number of
             channels it does not divide get one block.
         share_blocks: One block for all places on the diagonal.
-        sample: Turn only so many coordinates at a time, a share below 1 or a number (S-OPT); the first chosen layer is
-            turned whole. :class:`hypersphere.orthogonal.Resampling` draws new ones during training.
+        sample: Turn only so many coordinates at a time, a share up to 1 or a number (S-OPT), at least 2; the first
+            chosen layer is turned whole. :class:`hypersphere.orthogonal.Resampling` draws new ones during training.
         sampling: ``"uniform"``; ``"partition"``: each coordinate comes once before any comes again; ``"blocks"``: all
             coordinates, in random blocks of that size; ``"channels"``: whole input channels.
         sides: ``"in"``: turn neurons; ``"both"``: turn the axis of outputs, too (POET), which keeps singular values but
@@ -110,38 +112,57 @@ def apply(
         >>> [name for name, _ in model.named_parameters()]
         ['0.bias', '0.parametrizations.weight.0.free', '2.weight', '2.bias']
     """
+    if not isinstance(map, str) and options:
+        raise ArgumentError(next(iter(options)), "must not be given together with a map that is an object")
     chosen_map = create(map, **options) if isinstance(map, str) else map
-    check_choice("start", start, ("identity", "normal"))
-    check_choice("sides", sides, ("in", "both"))
-    check_range("blocks", blocks, 1)
-    check_range("gain", gain, 0, open_low=True)
-    if sample is not None:
-        check_range("sample", sample, 0, open_low=True)
-        check_choice("sampling", sampling, tuple(SAMPLINGS))
-    if isinstance(init, str):
-        check_choice("init", init, tuple(_DEVIATIONS))
+    _check(start=start, sides=sides, sampling=sampling, blocks=blocks, gain=gain, sample=sample, init=init, mean=mean)
     if seed is None and (init is not None or start == "normal" or sample is not None):
         seed = int(torch.randint(2**31, ()))
     layers = choose(model, types, include, exclude, skip)
-    for place, (name, layer) in enumerate(layers.items()):
+    plans: list[tuple[Any, Tensor, list[Rotation]]] = []
+    for place, (name, layer) in enumerate(layers.items()):  # all that may fail, before any layer is changed
         generator = source(seed, name)
-        _prepare(layer, init, mean, unit_norm, gain, refine, generator)
+        weight = _prepared(layer, init, mean, unit_norm, gain, refine, generator)
+        whole = sample is not None and place == 0 and sides == "in" and len(layers) > 1
+        share = None if whole else sample
+        axes = ("in", "out")[: 1 + (sides == "both")]
+        turned = [_rotation(chosen_map, layer, a, blocks, share_blocks, share, sampling, generator) for a in axes]
+        for rotation in turned if start == "normal" else ():
+            with torch.no_grad():
+                rotation.free.copy_(torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype))
+            rotation.carry()
+        plans.append((layer, weight, turned))
+    for layer, weight, turned in plans:
+        with torch.no_grad():
+            layer.weight.copy_(weight)
         if not learn_neurons:
             freeze(layer)
-        for axis in ("in", "out")[: 1 + (sides == "both")]:
-            share = None if sample is not None and place == 0 and sides == "in" and len(layers) > 1 else sample
-            rotation = _rotation(chosen_map, layer, axis, blocks, share_blocks, share, sampling, generator)
-            if start == "normal":
-                with torch.no_grad():
-                    noise = torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype)
-                    rotation.free.copy_(noise)
-                    if rotation.carried is not None:
-                        rotation.carried.copy_(chosen_map.carry(rotation.free))  # type: ignore[arg-type]
+        for rotation in turned:
+            rotation.train(layer.training)
             parametrize.register_parametrization(layer, "weight", rotation, unsafe=True)
         if chosen_map.orthogonal and sides == "in" and not learn_neurons:
             layer.keeps_angles = True
     gather(model)
     return model
+
+
+def _check(
+    start: str, sides: str, sampling: str, blocks: int, gain: float, sample: float | None, init: Any, mean: float
+) -> None:
+    """Raise for the first argument of :func:`apply` that cannot be."""
+    check_choice("start", start, ("identity", "normal"))
+    check_choice("sides", sides, ("in", "both"))
+    check_choice("sampling", sampling, tuple(SAMPLINGS))
+    check_range("blocks", blocks, 1)
+    check_range("gain", gain, 0, open_low=True)
+    if sample is not None:
+        check_range("sample", sample, 0, open_low=True)
+        if blocks > 1:
+            raise ArgumentError("blocks", f"must be 1 with sample, got {blocks}")
+    if isinstance(init, str):
+        check_choice("init", init, tuple(_DEVIATIONS))
+    elif mean:
+        raise ArgumentError("mean", f"must be 0 unless init draws the neurons, got {mean:g}")
 
 
 # --------------------------------------------------------------------------------------------- which layers
@@ -194,19 +215,17 @@ def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """All layers that have neurons, with their names in the model, in order of registration."""
     found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if (isinstance(module, tuple(KINDS)) or _by_column(module)) and "parametrizations" not in name.split("."):
+        known = isinstance(module, tuple(KINDS)) or holds_columns(module) or getattr(module, "neurons", "") == "rows"
+        if known and "parametrizations" not in name.split("."):
             found.setdefault(module, []).append(name)
     return found
-
-
-def _by_column(module: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2 and its kin in transformers."""
-    return type(module).__name__.removeprefix("Parametrized") == "Conv1D" and hasattr(module, "nf")
 
 
 def _obstacle(module: Any, holders: Mapping[int, int]) -> str:
     if isinstance(module, LazyModuleMixin):
         return "lazy: run a batch through the model first"
+    if isinstance(module._modules.get("adapters"), Adapters):
+        return "has adapters: unload them first"
     if parametrize.is_parametrized(module, "weight"):
         own = all(isinstance(part, Rotation) for part in module.parametrizations.weight)
         return "turned already: merge it first" if own else "its weight is parametrised"
@@ -237,7 +256,7 @@ def source(seed: int | None, name: str) -> torch.Generator | None:
 
 
 @torch.no_grad()
-def _prepare(
+def _prepared(
     layer: Any,
     init: Init | None,
     mean: float,
@@ -245,9 +264,9 @@ def _prepare(
     gain: float,
     refine: int | Mapping[str, Any],
     generator: torch.Generator | None,
-) -> None:
-    """Draw, refine and scale the neurons of a layer, in place."""
-    weight, layout = layer.weight, Layout(layer)
+) -> Tensor:
+    """The weight of a layer with neurons drawn, refined and scaled."""
+    weight, layout = layer.weight.detach().clone(), Layout(layer)
     if callable(init):
         init(weight)
     vectors = at_least_float32(layout.vectors(weight))
@@ -261,7 +280,7 @@ def _prepare(
             vectors = torch.stack([minimised(rows, **how) for rows in vectors])
     if unit_norm:
         vectors = normalise(vectors)
-    weight.copy_(layout.weight(gain * vectors, weight))
+    return layout.weight(gain * vectors, weight)
 
 
 def freeze(layer: Any) -> None:
@@ -290,7 +309,8 @@ def _rotation(
     index: Tensor | None = None
     block = d
     if sample is not None:
-        block = max(1, min(d, round(sample * d) if sample < 1 else int(sample)))
+        # One coordinate alone cannot be turned.
+        block = min(d, max(2, round(sample * d) if sample <= 1 else int(sample)))
         if sampling == "channels":
             block = max(1, block // taps) * taps
         index = SAMPLINGS[sampling](d, block, taps, 0, generator).unsqueeze(0)
@@ -337,8 +357,9 @@ SAMPLINGS: dict[str, Callable[[int, int, int, int, torch.Generator | None], Tens
 
 def gather(model: nn.Module) -> None:
     """Let the rotations that a model has now be computed together in its forward pass."""
-    for hook in vars(model).pop(_TOGETHER, ()):
-        hook.remove()
+    for module in model.modules():  # what a part of the model had is done by the whole from now on
+        for hook in vars(module).pop(_TOGETHER, ()):
+            hook.remove()
     found = [rotation for _, rotation in rotations(model)]
     if found:
         together = Together(found)
@@ -363,26 +384,38 @@ def cached(model: nn.Module) -> Iterator[None]:
         torch.Size([1, 3, 3])
     """
     together = Together(rotation for _, rotation in rotations(model))
-    if any(rotation._computed is not None and rotation._held is None for rotation in together.rotations):
+    if any(rotation._computed is not None for rotation in together.rotations):
         raise ArgumentError("model", "must not be in its forward pass or in another cached() block")
     together.compute()
     computed = [rotation.matrices() for rotation in together.rotations]
-    leaves = []
+    versions = [rotation.free._version for rotation in together.rotations]
+    leaves: list[Tensor] = []
+    closed = False
+
+    def refuse(leaf: Tensor) -> None:
+        if closed:
+            raise ArgumentError("model", "must be done with its backward passes inside the cached() block")
+
     for rotation, matrices in zip(together.rotations, computed, strict=True):
         leaf = matrices.detach().requires_grad_(matrices.requires_grad)
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(refuse)
         rotation._computed = leaf
         leaves.append(leaf)
     try:
         yield
     finally:
         together.forget()
+        closed = True
     pairs = [(matrices, leaf.grad) for matrices, leaf in zip(computed, leaves, strict=True) if leaf.grad is not None]
+    if pairs and versions != [rotation.free._version for rotation in together.rotations]:
+        raise ArgumentError("model", "must not be changed inside the cached() block: step the optimiser after it")
     if pairs:
         torch.autograd.backward([matrices for matrices, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, *, rotation_lr: float | None = None, weight_decay: float = 0.0
+    model: Any, lr: float, *, rotation_lr: float | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
     """Groups for an optimiser: rotations without weight decay and with a learning rate of their own, and the rest.
 
@@ -398,9 +431,9 @@ def parameter_groups(
         >>> [len(group["params"]) for group in optimiser.param_groups]
         [1, 3]
     """
-    turned = {rotation.free for _, rotation in rotations(model)}
+    turned = {part.free: None for part in model.modules() if getattr(part, "is_rotation", False)}
     rest = [p for p in model.parameters() if p not in turned and p.requires_grad]
-    own = [rotation.free for _, rotation in rotations(model) if rotation.free.requires_grad]
+    own = [p for p in turned if p.requires_grad]
     rate = lr if rotation_lr is None else rotation_lr
     return [
         {"params": own, "lr": rate, "weight_decay": 0.0},
@@ -430,16 +463,30 @@ def merge(model: M) -> M:
         )
     """
     layers = turned_layers(model)
-    if not layers:
-        raise ArgumentError("model", "must have a layer that turns its neurons, got none (merged before?)")
     for layer in layers.values():
         weight = layer.weight.detach().clone()
-        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-        del layer.weight
+        for rotation in layer.parametrizations.weight:
+            rotation.detached = True
+        _unparametrise(layer)
+        others = {name: layer._parameters.pop(name) for name in list(layer._parameters)}
         layer.weight = nn.Parameter(weight)
+        layer._parameters.update(others)  # behind the weight, as it was: optimisers go by the order
         vars(layer).pop("keeps_angles", None)
     gather(model)
+    if not layers:
+        raise ArgumentError("model", "must have a layer that turns its neurons, got none (merged before?)")
     return model
+
+
+def _unparametrise(layer: Any) -> None:
+    """Take the parametrisation off the weight, and leave the layer without one."""
+    if len(layer.parametrizations) > 1:
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        del layer.weight
+        return
+    # torch would delete a property of the class, which copies of the layer share.
+    layer.__class__ = type(layer).__bases__[0]
+    del layer.parametrizations
 
 
 def turned_layers(model: nn.Module) -> dict[str, Any]:
@@ -478,9 +525,9 @@ def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> 
 def forget_state(optimiser: torch.optim.Optimizer | None, parameter: nn.Parameter) -> None:
     """Set what an optimiser remembers of a parameter to zero, in place."""
     if optimiser is not None:
-        for value in optimiser.state.get(parameter, {}).values():
+        for name, value in optimiser.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                value.zero_()
+                value.fill_(1.0 if name == "mu_product" else 0.0)  # NAdam multiplies that
 
 
 class Row(NamedTuple):
@@ -567,28 +614,37 @@ def check(model: nn.Module) -> Report:
         layout = Layout(layer)
         drift = _drift(layout.vectors(parts.original), layout.vectors(layer.weight), both=len(parts) > 1)
         for rotation in parts:
-            matrices = rotation.matrices()
-            error = orthogonality_error(matrices).max()
-            if rotation.carried is not None:  # what the next step of training will see
-                used, _ = rotation.map.follow(rotation.free, rotation.carried)
-                error = torch.maximum(error, orthogonality_error(used).max())
-            _, n, d = rotation.layout.vectors(parts.original).shape
-            eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
-            moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
-            rows.append(
-                Row(
-                    f"{name} (outputs)" if rotation.layout.axis == "out" else name,
-                    rotation.map.name,
-                    d,
-                    n,
-                    f"{len(matrices)}x{rotation.block}",
-                    rotation.count,
-                    float(moved),
-                    float(error),
-                    drift,
-                )
-            )
+            label = f"{name} (outputs)" if rotation.layout.axis == "out" else name
+            rows.append(_row(label, rotation, rotation.layout.vectors(parts.original).shape, drift))
+    for name, layer in adapted_layers(model).items():
+        for title, adapter in layer.adapters.items():
+            d = adapter.d
+            # Of a quantised weight no neurons can be read; R says it all.
+            R = adapter.turn(torch.eye(d, dtype=torch.float64, device=adapter.free.device).expand(adapter.groups, d, d))
+            eye = torch.eye(d, dtype=torch.float64, device=R.device)
+            rows.append(_row(f"{name} ({title})", adapter, (adapter.groups, d, d), float((R @ R.mT - eye).abs().max())))
     return Report(tuple(rows))
+
+
+def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float) -> Row:
+    matrices = rotation.matrices()
+    error = orthogonality_error(matrices).max()
+    if rotation.carried is not None:  # what the next step of training will see
+        used, _ = rotation.map.follow(rotation.free, at_least_float32(rotation.carried))
+        error = torch.maximum(error, orthogonality_error(used).max())
+    eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
+    moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
+    return Row(
+        name,
+        rotation.map.name,
+        shape[2],
+        shape[1],
+        f"{len(matrices)}x{rotation.block}",
+        rotation.count,
+        float(moved),
+        float(error),
+        drift,
+    )
 
 
 def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
@@ -617,13 +673,14 @@ def settle(model: nn.Module, bound: float = 1e-5) -> None:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "gram_schmidt", start="normal")
         >>> settle(model)
     """
-    for _, rotation in rotations(model):
+    turned: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
+    for rotation in turned:
         if rotation.map.settles:
             rotation.free.copy_(rotation.map(rotation.free))
         if rotation.carried is not None:
-            matrices, _ = rotation.map.follow(rotation.free, rotation.carried)
+            matrices, _ = rotation.map.follow(rotation.free, at_least_float32(rotation.carried))
             if rotation.map.settles or not bool(orthogonality_error(matrices).max() <= bound):
-                rotation.carried.copy_(rotation.map.carry(rotation.free))  # type: ignore[arg-type]
+                rotation.carried.copy_(rotation.map.carry(rotation.free))
 
 
 class Penalty(nn.Module):
@@ -663,9 +720,9 @@ def penalty(model: nn.Module, *, squared: bool = True) -> Tensor:
     """
     terms = []
     for _, rotation in rotations(model):
-        R = rotation.matrices()
+        R = at_least_float32(rotation.matrices())
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
-        distance = (R.mT @ R - eye).square().sum((-2, -1))
+        distance = (product(R.mT, R) - eye).square().sum((-2, -1))
         terms.append((distance if squared else (distance + 1e-12).sqrt()).sum())
     if not terms:
         raise ArgumentError("model", "must have a layer that turns its neurons, got none")

@@ -19,6 +19,16 @@ from hypersphere.geometry import at_least_float32, full_precision
 from hypersphere.orthogonal.maps import Map, exact_products
 
 
+def holds_columns(layer: nn.Module) -> bool:
+    """Whether a layer holds its neurons in the columns of a matrix.
+
+    So does the linear layer of GPT-2 and its kin in transformers, and any layer that says ``neurons = "columns"``.
+    """
+    if getattr(layer, "neurons", None) == "columns":
+        return True
+    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__) and hasattr(layer, "nf")
+
+
 class Layout:
     """How a layer's weight is read as vectors ``(groups, n, d)``, and written back.
 
@@ -36,7 +46,7 @@ class Layout:
         check_choice("axis", axis, ("in", "out"))
         self.axis = axis
         self.groups: int = getattr(layer, "groups", 1)
-        self.by_column = bool(getattr(layer, "transposed", False)) or hasattr(layer, "nf")
+        self.by_column = bool(getattr(layer, "transposed", False)) or holds_columns(layer)
 
     def vectors(self, weight: Tensor) -> Tensor:
         """``(groups, n, d)``, a view where there is one."""
@@ -126,10 +136,10 @@ class Rotation(nn.Module):
         """How new coordinates are drawn during training; ``None``: never."""
         self.taps = 1
         """Numbers of a vector that belong to one input channel, next to each other."""
+        self.detached = False
+        """Whether it was merged: nothing asks for its matrices any more."""
         self._computed: Tensor | None = None
-        """Matrices that were computed together with those of other layers, for one pass through the model."""
-        self._held: int | None = None
-        """Version of ``free`` that they are of, where they outlive the forward pass."""
+        """Matrices that were computed together with those of other layers, for one forward pass of the model."""
 
     @property
     def count(self) -> int:
@@ -142,31 +152,25 @@ class Rotation(nn.Module):
 
     def matrices(self) -> Tensor:
         """The orthogonal matrices ``(count, b, b)``, as they act: the identity at the start."""
-        if self._computed is None or (self._held is not None and self._held != self.free._version):
-            return compute([self])[0]
-        return self._computed
-
-    def hold(self) -> None:
-        """Keep what was computed until the backward pass is through with it: activations may be recomputed in that."""
-        matrices = self._computed
-        if matrices is None or not matrices.requires_grad:
-            self.forget()
-            return
-        self._held = self.free._version
-
-        def release(gradient: Tensor) -> None:
-            if self._computed is matrices:
-                self.forget()
-
-        matrices.register_hook(release)
-
-    def forget(self) -> None:
-        """Compute the matrices when they are asked for."""
-        self._computed = self._held = None
+        return self._computed if self._computed is not None else compute([self])[0]
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes: not the matrices, which belong to a graph."""
-        return self.__dict__ | {"_computed": None, "_held": None}
+        return self.__dict__ | {"_computed": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.carried is not None and f"{prefix}carried" not in state_dict:
+            # Parameters of their own, from a map that carries nothing: what was carried here belongs to others.
+            missing: list[str] = args[2]
+            missing[:] = [key for key in missing if key != f"{prefix}carried"]
+            self.carry()
+
+    @torch.no_grad()
+    def carry(self) -> None:
+        """Compute what the map carries anew, for the present parameters."""
+        if self.carried is not None:
+            self.carried.copy_(self.map.carry(self.free))  # type: ignore[arg-type]
 
     def forward(self, weight: Tensor) -> Tensor:
         """Turn a weight of the layer."""
@@ -232,8 +236,7 @@ class Rotation(nn.Module):
     def reset(self, index: Tensor | None = None) -> None:
         """Start again from the identity, on other coordinates where an index is given."""
         self.free.copy_(self.map.start(self.block, batch=(self.free.shape[0],), dtype=self.free.dtype))
-        if self.carried is not None:
-            self.carried.copy_(self.map.carry(self.free))  # type: ignore[arg-type]
+        self.carry()
         if index is not None and self.index is not None:
             self.index.copy_(index)
             if self.back is not None:
@@ -247,18 +250,35 @@ class Rotation(nn.Module):
 
 def compute(rotations: Sequence[Rotation]) -> list[Tensor]:
     """The matrices of several rotations, those of equal size and map in one batch."""
+    if torch.compiler.is_compiling():
+        return _compute(rotations, write=True)
+    # Activations may be recomputed in the backward pass, of layers that find their matrices in the forward pass and
+    # have to compute them then: what is saved for them is no part of what is recomputed, in either.
+    recomputed = torch._C._current_graph_task_id() != -1
+    # Detached, or a saved result and what computed it would keep each other alive; torch puts the graph back.
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself):
+        return _compute(rotations, write=not recomputed)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _compute(rotations: Sequence[Rotation], *, write: bool) -> list[Tensor]:
     found: dict[Rotation, Tensor] = {}
     alike: dict[tuple[Any, ...], list[Rotation]] = {}
     for rotation in rotations:
-        key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype)
-        alike.setdefault(key, []).append(rotation)
-    for (map, *_), members in alike.items():
-        free = _joined([rotation.free for rotation in members])
         # Parameters that are not being trained may be others than those that were followed: a running average, say.
-        if members[0].carried is not None and torch.is_grad_enabled():
+        follows = rotation.carried is not None and rotation.training and torch.is_grad_enabled()
+        key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype, follows)
+        alike.setdefault(key, []).append(rotation)
+    for (map, *_, follows), members in alike.items():
+        free = _joined([rotation.free for rotation in members])
+        if follows:
             carried = [rotation.carried for rotation in members if rotation.carried is not None]
-            matrices, followed = map.follow(free, _joined(carried))
-            _write(carried, followed)
+            matrices, followed = map.follow(free, at_least_float32(_joined(carried)))
+            if write:
+                _write(carried, followed)
         else:
             matrices = map(free)
         if members[0].signs is not None:
@@ -292,32 +312,26 @@ class Together:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Hook before the forward pass: compute, unless that was done further out."""
-        first = self.rotations[0]
-        new = first._computed is None or first._held is not None
+        new = all(rotation._computed is None for rotation in self.rotations)
         self._opened.append(new)
         if new:
             self.compute()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook after it, also where it failed: forget, or with the backward pass."""
-        if not self._opened.pop():
-            return
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if output is None or torch.compiler.is_compiling() or capturing:
+        """Hook after it, also where it failed: forget."""
+        if self._opened and self._opened.pop():
             self.forget()
-        else:
-            for rotation in self.rotations:
-                rotation.hold()
 
     def compute(self) -> None:
         """Compute the matrices of all rotations."""
-        for rotation, matrices in zip(self.rotations, compute(self.rotations), strict=True):
-            rotation._computed, rotation._held = matrices, None
+        chosen = [rotation for rotation in self.rotations if not rotation.detached]
+        for rotation, matrices in zip(chosen, compute(chosen), strict=True):
+            rotation._computed = matrices
 
     def forget(self) -> None:
         """Let layers compute their matrices themselves again."""
         for rotation in self.rotations:
-            rotation.forget()
+            rotation._computed = None
 
 
 def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
@@ -331,4 +345,4 @@ def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
     """
     for name, module in model.named_modules():
         if isinstance(module, Rotation):
-            yield re.split(r"(?:^|\.)parametrizations\.", name)[0], module
+            yield re.split(r"(?:^|\.)(?:parametrizations|adapters)\.", name)[0], module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +60,17 @@ class Resampling:
                 "model", "must have layers that turn some coordinates at a time: apply(..., sample=0.25)"
             )
         self.steps = 0
+        for name, rotation in self._turned():
+            # Where training has not begun, the first round is one of these, too.
+            if torch.equal(
+                rotation.free, rotation.map.start(rotation.block, batch=rotation.free.shape[:1]).to(rotation.free)
+            ):
+                rotation.reset(self._coordinates(name, rotation, 0).unsqueeze(0))
+
+    def _turned(self) -> Iterator[tuple[str, Rotation]]:
+        for name, layer in self.layers.items():
+            for side, rotation in enumerate(layer.parametrizations.weight):
+                yield f"{name}/{side}", rotation
 
     def __call__(self, step: int | None = None) -> None:
         """Count one step (or set the number of steps taken) and draw where it is the turn."""
@@ -69,12 +81,15 @@ class Resampling:
     @torch.no_grad()
     def draw(self, number: int) -> None:
         """Begin the round with this number."""
-        for name, layer in self.layers.items():
-            parts = layer.parametrizations.weight
-            parts.original.copy_(layer.weight)
-            for side, rotation in enumerate(parts):
-                rotation.reset(self._coordinates(f"{name}/{side}", rotation, number).unsqueeze(0))
-                forget_state(self.optimiser, rotation.free)
+        for layer in self.layers.values():
+            layer.parametrizations.weight.original.copy_(layer.weight)
+        for name, rotation in self._turned():
+            rotation.reset(self._coordinates(name, rotation, number).unsqueeze(0))
+            forget_state(self.optimiser, rotation.free)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The free parameters that a draw sets back."""
+        return [rotation.free for _, rotation in self._turned()]
 
     def _coordinates(self, name: str, rotation: Rotation, number: int) -> Tensor:
         turn = 0

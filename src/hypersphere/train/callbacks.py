@@ -151,7 +151,9 @@ class OrthogonalityLog(Callback):
 
     def _write(self, trainer: Trainer, step: int) -> None:
         row: dict[str, Any] = {"step": step, "split": "orthogonality"}
-        for layer in check(trainer.model).rows:
+        with trainer._averaged():
+            found = check(trainer.model)
+        for layer in found.rows:
             row |= {f"orthogonality/{layer.name}": layer.error, f"moved/{layer.name}": layer.moved}
         trainer.run.append(row)
         for callback in trainer.callbacks:

@@ -396,12 +396,15 @@ class Trainer:
     def _keep_orthogonal(self) -> None:
         """Draw new coordinates to turn, and set right what rounding has done to matrices, where it is due."""
         part = self.recipe.orthogonal
-        if part is None:
-            return
-        if part.every and self.step_number % part.every == 0:
+        if part is not None and part.every and self.step_number % part.every == 0:
             self._resampling.draw(self.step_number // part.every)
+            redrawn = set(self._resampling.parameters())
+            for average, parameter in zip(self._averages or (), self._parameters(), strict=self._averages is not None):
+                if parameter in redrawn:  # what was averaged was a turn of other coordinates
+                    average.copy_(parameter.detach())
         if self.step_number % SETTLE_EVERY == 0:
-            orthogonal.settle(self.model)
+            for module in (self.model, self.head):
+                orthogonal.settle(module)
             if isinstance(self._step.optimiser, OGD):
                 self._step.optimiser.orthogonalise()
 
