@@ -33,7 +33,9 @@ def size(module: nn.Module) -> int:
 
 def test_every_model_is_covered_here():
     """The published networks, which are functions that fix options of these, are in test_model_sizes."""
-    assert {name for name in models if inspect.isclass(models[name].factory)} == set(SMALL)
+    classes = {name: models[name].factory for name in models if inspect.isclass(models[name].factory)}
+    faces = {name for name, build in classes.items() if build.__module__.endswith(".faces")}  # in test_faces
+    assert set(classes) - faces == set(SMALL)
 
 
 @pytest.mark.parametrize("name", SMALL)

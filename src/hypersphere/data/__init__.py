@@ -1,4 +1,4 @@
-"""Data sets: the digits of scikit-learn, MNIST and CIFAR in their published formats, and folders of images.
+"""Data sets: the digits of scikit-learn, MNIST and CIFAR in their published formats, faces, and folders of images.
 
 Example:
     >>> from hypersphere.data import load
@@ -7,7 +7,7 @@ Example:
     (8, ('8', '9'))
 """
 
-from hypersphere.data import cifar, digits, folder, idx  # noqa: F401  (each registers its data sets)
+from hypersphere.data import cifar, digits, faces, folder, idx  # noqa: F401  (each registers its data sets)
 from hypersphere.data.sources import Status, data_roots, datasets, inventory, load
 from hypersphere.data.splits import DataError, Dataset, FolderSplit, Split, TensorSplit
 

@@ -223,7 +223,7 @@ def inventory(root: Path | None, *, verify: bool) -> list[Status]:
 
     Example:
         >>> [(row.name, row.state) for row in inventory(Path("nowhere"), verify=False)][:2]
-        [('cifar10', 'missing'), ('cifar100', 'missing')]
+        [('celeba-subset', 'missing'), ('cifar10', 'missing')]
     """
     rows = [Status("digits", "embedded", None, "comes with scikit-learn")]
     rows += [_status(source, root, verify=verify) for source in sources.values()]
