@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,31 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **extra}
+
+
+def on_two_processes(folder: Path, *options: str) -> None:
+    """Train with torchrun.
+
+    It is started once more where it does not end: under load a process was seen to stay behind at its exit, with
+    everything written.
+    """
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for attempt in range(2):
+        try:
+            done = subprocess.run(
+                [*start, *command(folder, *options)[1:]],
+                env=environment(),
+                capture_output=True,
+                check=False,
+                timeout=100,
+            )
+        except subprocess.TimeoutExpired:
+            if attempt:
+                raise
+            shutil.rmtree(folder)
+        else:
+            assert done.returncode == 0, done.stderr.decode()
+            return
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -188,20 +214,7 @@ def test_two_processes_give_the_metrics_of_one(tmp_path):
     # A small rate: large ones amplify the rounding of sums in another order within a few steps.
     options = ["optimiser.lr=0.01", "evaluate.every=0"]
     subprocess.run(command(tmp_path / "one", *options), check=True, env=environment(), capture_output=True)
-    launched = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            *command(tmp_path / "two", *options)[1:],
-        ],
-        env=environment(),
-        capture_output=True,
-        check=False,
-    )
-    assert launched.returncode == 0, launched.stderr.decode()
+    on_two_processes(tmp_path / "two", *options)
     one, two = (RunFolder.open(tmp_path / name).rows() for name in ("one", "two"))
     assert [row.keys() for row in one] == [row.keys() for row in two]
     for first, second in zip(one, two, strict=True):
@@ -564,11 +577,8 @@ def test_decay_spares_decoupled_kernels_radii_and_k():
 def test_two_processes_train_decoupled_layers(tmp_path, operator):
     options = ["optimiser.lr=0.01", "evaluate.every=0", "train.steps=8", "train.checkpoint_every=8", *DECOUPLED]
     options.append(f"convert={{name: {operator}, exclude: [embed]}}")
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for folder, start in (("one", [sys.executable]), ("two", two)):
-        arguments = command(tmp_path / folder, *options)[1:]
-        done = subprocess.run([*start, *arguments], env=environment(), capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
+    subprocess.run(command(tmp_path / "one", *options), check=True, env=environment(), capture_output=True)
+    on_two_processes(tmp_path / "two", *options)
     one, two = (RunFolder.open(tmp_path / name) for name in ("one", "two"))
     for first, second in zip(one.rows(), two.rows(), strict=True):
         for key in first.keys() - {"split", "eer", "accuracy"}:
