@@ -266,25 +266,38 @@ def _choose(
     linear = [m for m in layers if isinstance(m, nn.Linear) and "reads" not in obstacles[m]]
     shortcut = [module for module, names in layers.items() if _on_shortcut(module, names)]
     at: dict[str, set[nn.Module]] = {"first": {*able[:1]}, "last": {*linear[-1:]}, "shortcut": {*shortcut}}
+    skipped = {module: place for place in reversed(places) for module in at[place] if module is not model}
+    reasons = _reasons(layers, obstacles, classes, include, exclude, skipped)
+    if all(reasons.values()):
+        raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(layers, reasons)}")
+    return reasons
+
+
+def _reasons(
+    layers: Mapping[nn.Module, list[str]],
+    obstacles: Mapping[nn.Module, str],
+    classes: tuple[type[nn.Module], ...] | None,
+    include: Choice | None,
+    exclude: Choice | None,
+    skipped: Mapping[nn.Module, str],
+) -> dict[nn.Module, str]:
+    """Why each layer is left alone; empty for the layers that are chosen."""
     included = None if include is None else _matcher("include", include)
     excluded = None if exclude is None else _matcher("exclude", exclude)
 
     def why(module: nn.Module, names: list[str]) -> str:
         if obstacles[module]:
             return obstacles[module]
-        if not isinstance(module, classes):
+        if classes is not None and not isinstance(module, classes):
             return "not in types"
         if included and not any(included(name, module) for name in names):
             return "not in include"
         if excluded and any(excluded(name, module) for name in names):
             return "in exclude"
-        place = next((place for place in places if module in at[place] and module is not model), None)
+        place = skipped.get(module)
         return f'{_PLACES[place]} (skip="{place}")' if place else ""
 
-    reasons = {module: why(module, names) for module, names in layers.items()}
-    if all(reasons.values()):
-        raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(layers, reasons)}")
-    return reasons
+    return {module: why(module, names) for module, names in layers.items()}
 
 
 def _on_shortcut(module: Any, names: list[str]) -> bool:

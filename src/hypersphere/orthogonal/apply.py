@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from hypersphere.energy.minimise import refine as minimised
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, normalise
-from hypersphere.nn.convert import _PLACES, Choice, Kind, _classes, _is_ordinary, _listed, _matcher, _on_shortcut
+from hypersphere.nn.convert import _PLACES, Choice, Kind, _classes, _is_ordinary, _listed, _on_shortcut, _reasons
 from hypersphere.nn.modules import KINDS
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
 from hypersphere.orthogonal.algebra import product
@@ -181,30 +181,16 @@ def choose(
         check_choice("skip", place, tuple(_PLACES))
     found = _layers(model)
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    classes = None if types is None else _classes(types)
-    included = None if include is None else _matcher("include", include)
-    excluded = None if exclude is None else _matcher("exclude", exclude)
-    linear = [m for m in found if isinstance(m, nn.Linear)]
-    at: dict[str, set[nn.Module]] = {
-        "first": {*list(found)[:1]},
-        "last": {*linear[-1:]},
-        "shortcut": {m for m, names in found.items() if _on_shortcut(m, names)},
+    linear: list[nn.Module] = [m for m in found if isinstance(m, nn.Linear)]
+    at: dict[str, list[nn.Module]] = {
+        "first": list(found)[:1],
+        "last": linear[-1:],
+        "shortcut": [m for m, names in found.items() if _on_shortcut(m, names)],
     }
-
-    def why(module: nn.Module, names: list[str]) -> str:
-        obstacle = _obstacle(module, holders)
-        if obstacle:
-            return obstacle
-        if classes and not isinstance(module, classes):
-            return "not in types"
-        if included and not any(included(name, module) for name in names):
-            return "not in include"
-        if excluded and any(excluded(name, module) for name in names):
-            return "in exclude"
-        place = next((place for place in places if module in at[place] and module is not model), None)
-        return f'{_PLACES[place]} (skip="{place}")' if place else ""
-
-    reasons = {module: why(module, names) for module, names in found.items()}
+    skipped = {module: place for place in reversed(places) for module in at[place] if module is not model}
+    obstacles = {module: _obstacle(module, holders) for module in found}
+    classes = None if types is None else _classes(types)
+    reasons = _reasons(found, obstacles, classes, include, exclude, skipped)
     chosen = {names[0]: module for module, names in found.items() if not reasons[module]}
     if not chosen:
         raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(found, reasons)}")
