@@ -86,6 +86,17 @@ def test_angles_and_norms_of_neurons_stay(form, tmp_path, monkeypatch):
             assert energies[-1][key] == pytest.approx(energies[0][key], rel=1e-5)
 
 
+def test_averages_follow_redrawn_coordinates(tmp_path):
+    """What was averaged before a draw was a turn of other coordinates; here the last step ends with a draw."""
+    run = trainer(tmp_path / "run", plan(*FORMS["average s-opt"], "train.steps=10"))
+    run.fit()
+    averages = dict(zip(run._parameters(), run._averages, strict=True))
+    turned = [rotation for _, rotation in orthogonal.rotations(run.model)]
+    assert any(rotation.sampling for rotation in turned)
+    for rotation in turned:
+        assert bool((averages[rotation.free] == 0).all()) == bool(rotation.sampling)
+
+
 def test_frozen_neurons_stay_and_only_the_rest_learns(tmp_path):
     run = trainer(tmp_path / "run", plan("orthogonal.name=cayley", "orthogonal.lr=0"))
     before = [m.weight.detach().clone() for m in run.model.modules() if isinstance(m, torch.nn.Conv2d)]

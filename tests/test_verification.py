@@ -18,23 +18,20 @@ from sklearn.metrics import det_curve, roc_auc_score, roc_curve
 
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import verification
+from hypersphere.evaluate.folds import _few_frames, fold_accuracy, lfw10, video_similarity, ytf10
 from hypersphere.evaluate.metrics import equal_error_rate, flip_features, operating_points, pair_scores, pair_similarity
+from hypersphere.evaluate.pair_stream import PairScores
 from hypersphere.evaluate.verification import (
     Calibration,
     OperatingPoint,
-    PairScores,
     auc,
     calibrate,
     det,
-    fold_accuracy,
-    lfw10,
     rates_at,
     roc,
     tar_at_far,
     verification_summary,
-    video_similarity,
     wilson_interval,
-    ytf10,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:a FAR of")
@@ -588,11 +585,11 @@ def test_video_accuracy_is_that_of_plain_code(how, centre):
 
 
 def test_few_frames_of_a_video():
-    chosen = verification._few_frames(torch.tensor([2, 0, 2, 2, 0, 5, 2]), 2, seed=0)
+    chosen = _few_frames(torch.tensor([2, 0, 2, 2, 0, 5, 2]), 2, seed=0)
     videos = torch.tensor([2, 0, 2, 2, 0, 5, 2])[chosen]
     assert videos.bincount().tolist() == [2, 0, 2, 0, 0, 1]
     assert len(chosen.unique()) == 5
-    drawn = {tuple(sorted(verification._few_frames(torch.zeros(4).long(), 1, seed).tolist())) for seed in range(40)}
+    drawn = {tuple(sorted(_few_frames(torch.zeros(4).long(), 1, seed).tolist())) for seed in range(40)}
     assert drawn == {(0,), (1,), (2,), (3,)}
     data = video_pairs()
     assert ytf10(*data, most_frames=6).folds == ytf10(*data).folds

@@ -1,5 +1,6 @@
 """Evaluation: metrics as pure functions, and named groups of them for recipes."""
 
+from hypersphere.evaluate.folds import fold_accuracy, lfw10, video_similarity, ytf10
 from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
 from hypersphere.evaluate.identification import (
     Identification,
@@ -18,26 +19,22 @@ from hypersphere.evaluate.metrics import (
     pair_scores,
     pair_similarity,
 )
+from hypersphere.evaluate.pair_stream import PairScores
 from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, evaluations, measure, table
 from hypersphere.evaluate.verification import (
     Calibration,
     Det,
     OperatingPoint,
-    PairScores,
     Roc,
     Verification,
     auc,
     calibrate,
     det,
-    fold_accuracy,
-    lfw10,
     rates_at,
     roc,
     tar_at_far,
     verification_summary,
-    video_similarity,
     wilson_interval,
-    ytf10,
 )
 
 __all__ = [

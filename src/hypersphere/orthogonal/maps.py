@@ -11,12 +11,12 @@ map                                error           forward                      
 gram_schmidt, householder (QR)     1e-6            QR (about 1.3)                   2 and a solve
 gram_schmidt, householder, newton  1e-6            1 + 3 a refinement               3
 householder, product               3e-6            2 and a triangular solve         4 and a solve
-cayley, solve                      1e-6            LU + 2; GPU: Cholesky + 5        2
-cayley, newton                     1e-6            2 a refinement                   2
+cayley, solve                      1e-6            LU + 2; GPU: Cholesky + 7        2
+cayley, newton                     1e-6            2 a refinement + 2               2
 cayley, neumann                    |W|^(2k + 2)    3 (terms 4)                      6
 loewdin, svd                       1e-6            SVD                              6
-loewdin, newton-schulz             1e-6            2 a step                         3 + 14
-exponential                        3e-6            5 + log2(max_norm / 1.6)         twice the forward
+loewdin, newton-schulz             1e-6            2 a step                         3 + 5 to 13
+exponential                        1e-6            7 + log2(max_norm / 1.6)         10 + 2 a squaring
 =================================  ==============  ===============================  =================
 """
 
