@@ -134,8 +134,7 @@ def _by_hand(operator: Operator) -> bool:
     return (
         operator.weighting == "none"
         and type(operator.g).cosine_at is not Angular.cosine_at
-        and not torch.compiler.is_exporting()
-        and not torch._C._are_functorch_transforms_active()
+        and not fused.by_torch()
         and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     )
 

@@ -76,7 +76,7 @@ def usable_for_kernels(weight: Tensor, operator: Operator) -> bool:
         and weight.dtype in _DTYPES
         and weight.numel() > 0
         and operator.weighting == "none"
-        and not _by_torch()
+        and not by_torch()
     )
 
 
@@ -85,9 +85,12 @@ def _on_current_device(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device()
 
 
-def _by_torch() -> bool:
-    """Whether torch's own operations are asked for: by an export, a function transform."""
-    return torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active()
+def by_torch() -> bool:
+    """Whether torch's own operations are asked for: by an export, a function transform.
+
+    The flag is read, since up to torch 2.11 ``torch.compiler.is_exporting()`` is True inside ``torch.compile``, too.
+    """
+    return torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active()
 
 
 def energy(x: Tensor, window: Window | None) -> Tensor:
