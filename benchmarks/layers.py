@@ -427,7 +427,10 @@ def time_networks(
     return entries
 
 
-COLUMNS = ("ms", "20 %", "80 %", "x", "captured ms", "captured x", "GiB", "GiB x", "output error", "gradient error")
+COLUMNS = (
+    *("ms", "20 %", "80 %", "x", "captured ms", "captured x", "GiB", "GiB x", "output error", "gradient error"),
+    *("other answers", "TAR"),
+)
 
 
 def measured(entry: Entry) -> dict[str, float]:

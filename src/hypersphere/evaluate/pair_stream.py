@@ -151,7 +151,7 @@ class PairScores:
         points = []
         for far, k in targets:
             if k < reach or reach == self.impostors:
-                points.append(_order_statistic(genuine, top, self.impostors, far, k))
+                points.append(_order_statistic(genuine, None, top, len(genuine), self.impostors, far, k))
             else:
                 points.append(self._counted_point(far, k))
         return points
