@@ -24,6 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from torch import nn
 
+from hypersphere.attacks import Attack, attacks
 from hypersphere.data import datasets
 from hypersphere.energy import energies
 from hypersphere.errors import ArgumentError, HypersphereError
@@ -153,6 +154,12 @@ class Orthogonal(Part):
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
+class Adversary(Part):
+    """Adversarial training: the ``name`` of an attack, its options, and how much of every batch it changes."""
+
+    share: float = Field(0.5, gt=0, le=1, description="of the batch that is attacked, by the model as it is")
+
+
 class Project(_Section):
     """Projection of the decoupled kernels whose norm does not count, before the first step and then again."""
 
@@ -169,6 +176,12 @@ class Augment(_Section):
     )
     flip: bool = Field(False, description="mirror left and right with probability 1/2")
     vertical_flip: bool = Field(False, description="mirror up and down with probability 1/2")
+    rotate: bool = Field(False, description="point clouds: turn about the vertical by any angle")
+    tilt: float = Field(0.0, ge=0, description="point clouds: deviation of small turns about all axes, cut at 3 times")
+    scale: float = Field(1.0, ge=1, description="point clouds: largest factor on the size, least is its inverse")
+    shift: float = Field(0.0, ge=0, description="point clouds: largest shift along each axis")
+    jitter: float = Field(0.0, ge=0, description="point clouds: deviation of each point's coordinates, cut at 5 times")
+    shuffle: bool = Field(False, description="point clouds: points in a new order at every step")
 
 
 class Imbalance(_Section):
@@ -211,6 +224,14 @@ class Data(Part):
     workers: int = Field(0, ge=0, description="processes that decode image files")
 
 
+class Rule(_Section):
+    """What holds for some parameters alone: those whose name, such as ``model.features.0.bias``, fits ``match``."""
+
+    match: str = Field(description="pattern of parameter names; of several rules the first that fits counts")
+    lr: float = Field(1.0, ge=0, description="factor on the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="in place of the optimiser's")
+
+
 class Optimiser(_Section):
     """The optimiser and its constants."""
 
@@ -220,12 +241,13 @@ class Optimiser(_Section):
     nesterov: bool = Field(False, description="sgd only")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(5e-4, ge=0)
-    decay: Literal["all", "weights"] = Field(
+    decay: Literal["all", "weights", "model"] = Field(
         "all",
-        description="'weights' spares biases and normalisation; decoupled kernels whose norm does not count, radii and "
-        "k are spared in any case",
+        description="'weights' spares biases and normalisation, 'model' spares the head; decoupled kernels whose norm "
+        "does not count, radii and k are spared in any case",
     )
     head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
+    rules: tuple[Rule, ...] = Field((), description="other rates and decays of parameters by name")
 
 
 class Train(_Section):
@@ -249,7 +271,7 @@ class Evaluate(_Section):
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     batch_size: int = Field(1000, ge=1)
-    metrics: tuple[str, ...] = ("classification", "angles", "verification", "energy")
+    metrics: tuple[str | Part, ...] = ("classification", "angles", "verification", "energy")
     recalibrate: int = Field(
         0,
         ge=0,
@@ -268,10 +290,14 @@ _HOUSEKEEPING: dict[str, Any] = {
 _LATER: dict[tuple[str, ...], Any] = {
     ("convert",): None,
     ("orthogonal",): None,
+    ("adversary",): None,
     ("loss", "rotation"): None,
     ("project",): {"every": 0, "s": 1.0},
     ("data", "augment", "crop_mode"): "zeros",
+    **{("data", "augment", key): value for key, value in (("rotate", False), ("shuffle", False), ("scale", 1.0))},
+    **{("data", "augment", key): 0.0 for key in ("tilt", "shift", "jitter")},
     ("data", "imbalance"): {"keep": {}, "graded": 0, "seed": 0},
+    ("optimiser", "rules"): [],
     ("evaluate", "recalibrate"): 0,
     ("evaluate", "energy"): False,
     **{
@@ -302,6 +328,7 @@ class Recipe(_Section):
     convert: Convert | None = Field(None, description="a decoupled operator for the layers of the model")
     project: Project = Project()
     orthogonal: Orthogonal | None = Field(None, description="rotations of the layers of the model, in place of weights")
+    adversary: Adversary | None = Field(None, description="attacks on the training images")
     loss: Part = Part(name="softmax")
     regularisers: tuple[Regulariser, ...] = ()
     optimiser: Optimiser = Optimiser()
@@ -408,7 +435,7 @@ def settings() -> Iterator[tuple[str, str, str]]:
 
 
 _REQUIRED: dict[str, Registry[Any]] = {"data": datasets, "model": models, "loss": losses}
-_OPTIONAL: dict[str, Registry[Any]] = {"convert": operators, "orthogonal": maps}
+_OPTIONAL: dict[str, Registry[Any]] = {"convert": operators, "orthogonal": maps, "adversary": attacks}
 """Parts by name that every recipe has, and those that it may lack."""
 
 
@@ -436,11 +463,14 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
         _resolve(part, energies, ("regularisers", index), places, mistakes)
         for index, part in enumerate(recipe.regularisers)
     )
-    for index, name in enumerate(recipe.evaluate.metrics):
-        try:
-            evaluations[name]
-        except UnknownNameError as error:
-            mistakes.append(_describe(places, ("evaluate", "metrics", index), str(error)))
+    metrics = tuple(
+        _resolve(Part(name=given) if isinstance(given, str) else given, evaluations, place, places, mistakes)
+        for index, given in enumerate(recipe.evaluate.metrics)
+        for place in [("evaluate", "metrics", index)]
+    )
+    updates["evaluate"] = recipe.evaluate.model_copy(
+        update={"metrics": tuple(part if part.options else part.name for part in metrics)}
+    )
     recipe = recipe.model_copy(update=updates)
     mistakes += _contradictions(recipe, places)
     if mistakes:
@@ -480,9 +510,18 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.project.every and weighting != "none":
         message = f"must be 0 with convert.weighting = {weighting!r}, where the norm of the kernels counts"
         found.append(_describe(places, ("project", "every"), message))
+    adversary = recipe.adversary
+    if adversary is not None and adversary.name in attacks and not _attack(adversary.name).in_step:
+        message = f"must be an attack of this library's own for training, got {adversary.name!r}"
+        found.append(_describe(places, ("adversary", "name"), message))
     if recipe.orthogonal is not None:
         found += _orthogonal_mistakes(recipe.orthogonal, recipe.train.ema, places)
     return found
+
+
+def _attack(name: str) -> type[Attack]:
+    """The class of an attack."""
+    return typing.cast(type[Attack], attacks[name].factory)
 
 
 def _orthogonal_mistakes(turned: Orthogonal, ema: float | None, places: Mapping[Location, str]) -> list[str]:
@@ -614,7 +653,7 @@ def _renamed(section: dict[str, Any], name: Any) -> dict[str, Any]:
     """``section`` for a part called ``name``: another part does not inherit the options of the old one."""
     if name is None or name == section.get("name"):
         return section
-    own = {key for kind in (Data, Convert, Regulariser, Optimiser, Schedule) for key in kind.model_fields}
+    own = {key for kind in (Data, Convert, Adversary, Regulariser, Optimiser, Schedule) for key in kind.model_fields}
     return {key: value for key, value in section.items() if key in own}
 
 
@@ -667,7 +706,8 @@ def _resolve(
     try:
         entry = registry[part.name]
     except UnknownNameError as error:
-        mistakes.append(_describe(places, (*location, "name"), str(error)))
+        named = location if location[:2] == ("evaluate", "metrics") and not part.options else (*location, "name")
+        mistakes.append(_describe(places, named, str(error)))
         return part
     model = _options_model(entry)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,10 +38,10 @@ def optional_module(name: str, package: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
-    """Images that are resident as one tensor.
+    """Images, or other samples, that are resident as one tensor.
 
     Args:
-        images: ``(N, C, H, W)`` uint8.
+        images: ``(N, C, H, W)`` uint8; samples of another kind are ``(N, ...)`` of another type.
         labels: ``(N,)`` int64.
 
     Example:
@@ -57,10 +57,14 @@ class TensorSplit:
         return len(self.labels)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """``(C, H, W)`` of one image."""
-        _, channels, height, width = self.images.shape
-        return channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """``(C, H, W)`` of one image, or the shape of one sample of another kind."""
+        return tuple(self.images.shape[1:])
+
+    @property
+    def bytes(self) -> bool:
+        """Whether the samples are images, as bytes."""
+        return self.images.dtype == torch.uint8
 
     def select(self, indices: Tensor, labels: Tensor) -> TensorSplit:
         """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
@@ -85,9 +89,14 @@ class FolderSplit:
         return len(self.files)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """``(3, H, W)`` of one image."""
         return 3, *self.size
+
+    @property
+    def bytes(self) -> bool:
+        """Whether the samples are images, as bytes."""
+        return True
 
     def select(self, indices: Tensor, labels: Tensor) -> FolderSplit:
         """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
@@ -129,6 +138,7 @@ class Dataset:
         test: Images to test on.
         unseen: Images of classes that are in neither ``train`` nor ``test``, for open-set verification.
         unseen_names: Name of each class of ``unseen``.
+        context: Tensors that all samples share, such as the edges of a graph; a model takes them by ``attach``.
     """
 
     name: str
@@ -137,6 +147,7 @@ class Dataset:
     test: Split
     unseen: Split | None = None
     unseen_names: tuple[str, ...] = ()
+    context: Mapping[str, Tensor] = field(default_factory=dict)
 
     def hold_out(self, classes: Sequence[int | str]) -> Dataset:
         """Move classes out of training and testing, for open-set verification.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hypersphere.data import Dataset
 from hypersphere.energy import hyperspherical_energy
 from hypersphere.evaluate.metrics import accuracy, class_centres, equal_error_rate, pair_scores
 from hypersphere.geometry import angle, angle_matrix
@@ -31,6 +32,13 @@ class Outputs:
         unseen_features: ``(M, D)`` features of held-out classes.
         unseen_labels: ``(M,)``.
         class_counts: ``(C,)`` number of training images of each class.
+        data: The data set, for evaluations that look at samples.
+        model: The model, in evaluation mode.
+        features_of: Samples as the data set holds them, but images as floats in [0, 1], to features ``(B, D)``;
+            differentiable.
+        predict: The same to scores ``(B, C)``.
+        seed: The run's seed, for what an evaluation draws.
+        artefacts: Where an evaluation leaves tensors for the pictures of the report, as ``section/name``.
     """
 
     features: Tensor
@@ -40,6 +48,17 @@ class Outputs:
     unseen_features: Tensor | None = None
     unseen_labels: Tensor | None = None
     class_counts: Tensor | None = None
+    data: Dataset | None = None
+    model: nn.Module | None = None
+    features_of: Callable[[Tensor], Tensor] | None = None
+    predict: Callable[[Tensor], Tensor] | None = None
+    seed: int = 0
+    artefacts: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def images(self) -> Tensor | None:
+        """Test samples as the data set holds them, where they are one tensor."""
+        return None if self.data is None else getattr(self.data.test, "images", None)
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,18 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(
         "Test accuracy", "{:.2%}", "higher", "Share of test samples that get the right class. Higher is better."
+    ),
+    "class_accuracy": Metric(
+        "Mean class accuracy",
+        "{:.2%}",
+        "higher",
+        "Mean over the classes of the share of their test samples that get the right class. Higher is better.",
+    ),
+    "validation_accuracy": Metric(
+        "Validation accuracy",
+        "{:.2%}",
+        "higher",
+        "Share of the validation nodes of a graph that get the right class. Higher is better.",
     ),
     "mean_angle": Metric(
         "Angle to own centre",
@@ -76,12 +107,80 @@ METRICS: dict[str, Metric] = {
         "Equal error rate when pairs of samples from classes that were never trained on are judged “same” or "
         "“different” by their angle: the error where both kinds of mistake are equally frequent. Lower is better.",
     ),
+    "lfw_accuracy": Metric(
+        "LFW accuracy",
+        "{:.2%}",
+        "higher",
+        "Share of LFW's 6,000 pairs of faces that are rightly judged “same” or “different”, each fold with the "
+        "threshold that is best on the other nine. Higher is better.",
+    ),
+    "lfw_eer": Metric(
+        "LFW EER",
+        "{:.2%}",
+        "lower",
+        "Equal error rate on LFW's pairs of faces. Lower is better.",
+    ),
+    "few_shot_1": Metric(
+        "1-shot accuracy",
+        "{:.2%}",
+        "higher",
+        "Mean accuracy over episodes of classes that were never trained on, each with one labelled sample of every "
+        "class. Higher is better.",
+    ),
+    "few_shot_5": Metric(
+        "5-shot accuracy",
+        "{:.2%}",
+        "higher",
+        "Mean accuracy over episodes of classes that were never trained on, each with five labelled samples of every "
+        "class. Higher is better.",
+    ),
+    **{
+        f"accuracy_{name}": Metric(
+            f"Under {title}",
+            "{:.2%}",
+            "higher",
+            f"Share of test images that get the right class after {what}. Higher is better.",
+        )
+        for name, title, what in (
+            ("fgsm", "FGSM", "one step along the sign of the gradient"),
+            ("bim", "BIM", "many small steps along the sign of the gradient"),
+            ("pgd", "PGD", "many small steps along the sign of the gradient from a random start"),
+            ("strongest", "any attack", "the strongest of all attacks that were tried, with and without gradients"),
+        )
+    },
+    "masking_signs": Metric(
+        "Signs of masking",
+        "{:.0f}",
+        "lower",
+        "How many checks say that gradients lead attacks astray, so that the model looks more robust than it is.",
+    ),
     "energy": Metric(
         "Classifier energy",
         "{:.4f}",
         "lower",
         "Mean hyperspherical energy (s = 2) of the classifier's weight vectors: how unevenly they are spread over the "
         "sphere. Lower is more even; comparable only between runs with the same number of classes and dimensions.",
+    ),
+    "classifier_score": Metric(
+        "Classifier score",
+        "{:.3f}",
+        "higher",
+        "How sure a classifier that was trained on the same data is of each generated image, and how varied it finds "
+        "all of them: between 1 and the number of classes. An inception score by another network. Higher is better.",
+    ),
+    "classifier_frechet": Metric(
+        "Fréchet distance",
+        "{:.3f}",
+        "lower",
+        "Distance between that classifier's features of generated and of test images, each taken as a normal "
+        "distribution. Lower is better; comparable only with the same classifier.",
+    ),
+    "class_balance": Metric(
+        "Class balance",
+        "{:.1%}",
+        "higher",
+        "How evenly the classes occur among generated images, as that classifier sees them: 100% where all are equally "
+        "frequent. Higher is better.",
     ),
 }
 MISSING = "—"
@@ -155,8 +254,12 @@ def energy(outputs: Outputs) -> dict[str, float]:
     return {"energy": float(hyperspherical_energy(outputs.weight, s=2.0))}
 
 
-def measure(outputs: Outputs, names: Iterable[str]) -> dict[str, float]:
+def measure(outputs: Outputs, names: Iterable[str | Mapping[str, Any]]) -> dict[str, float]:
     """All metrics of the named evaluations.
+
+    Args:
+        outputs: What the model puts out.
+        names: Names, or mappings of a ``name`` and options.
 
     Example:
         >>> eye = torch.eye(3)
@@ -164,8 +267,10 @@ def measure(outputs: Outputs, names: Iterable[str]) -> dict[str, float]:
         1.0
     """
     result: dict[str, float] = {}
-    for name in names:
-        result |= evaluations.create(name, outputs)
+    for given in names:
+        name, options = (given, {}) if isinstance(given, str) else (given["name"], {**given})
+        options.pop("name", None)
+        result |= evaluations.create(name, outputs, **options)
     return result
 
 
@@ -176,8 +281,18 @@ class Cell(NamedTuple):
     best: bool
 
 
+def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Metric]:
+    """The entries of :data:`METRICS` that at least one run has.
+
+    Example:
+        >>> list(columns([{"accuracy": 0.9, "cross_entropy": 0.3}, {"eer": 0.1}]))
+        ['accuracy', 'eer']
+    """
+    return {key: metric for key, metric in METRICS.items() if any(key in row for row in rows)}
+
+
 def table(rows: Sequence[Mapping[str, float]]) -> list[list[Cell]]:
-    """The metrics of runs as people read them: a row a run, a column an entry of :data:`METRICS`.
+    """The metrics of runs as people read them: a row a run, a column an entry of :func:`columns`.
 
     Values that look the same are equally good, and a single value is not marked.
 
@@ -185,12 +300,12 @@ def table(rows: Sequence[Mapping[str, float]]) -> list[list[Cell]]:
         >>> [row[0] for row in table([{"accuracy": 0.9}, {"accuracy": 0.95}])]
         [Cell(text='90.00%', best=False), Cell(text='95.00%', best=True)]
     """
-    columns = []
-    for key, metric in METRICS.items():
+    texts_by_column = []
+    for key, metric in columns(rows).items():
         values = [row.get(key, math.nan) for row in rows]
         finite = [value for value in values if math.isfinite(value)]
         best = max(finite, default=0.0) if metric.better == "higher" else min(finite, default=0.0)
         marked = metric.form.format(best) if len(finite) > 1 else None
         texts = [metric.form.format(value) if math.isfinite(value) else MISSING for value in values]
-        columns.append([Cell(text, text == marked) for text in texts])
-    return [list(row) for row in zip(*columns, strict=True)]
+        texts_by_column.append([Cell(text, text == marked) for text in texts])
+    return [[column[index] for column in texts_by_column] for index in range(len(rows))]

@@ -11,10 +11,11 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from hypersphere.evaluate import METRICS, MISSING, table
+from hypersphere.evaluate import MISSING, columns, table
 from hypersphere.report import figures
 from hypersphere.report.figures import Figure
 from hypersphere.report.runs import Features, Run
+from hypersphere.report.tasks import FIGURES, pictures
 
 LOSS_MEANING = "The loss that the classifier was trained with."
 
@@ -31,6 +32,7 @@ def render(runs: Sequence[Run]) -> str:
             _angles(runs, names, plots),
             _layers(runs, names, plots),
             _energies(runs, names, plots),
+            _tasks(runs, names, plots),
             _curves(runs, names, plots),
             _details(runs, names),
         )
@@ -92,7 +94,7 @@ def _plot(plots: dict[str, Figure], figure: Figure, kind: str, title: str, capti
 
 
 def _summary(runs: Sequence[Run], names: Sequence[str]) -> str:
-    metrics = list(METRICS.values())
+    metrics = list(columns([run.results for run in runs]).values())
     heads = "".join(
         f'<th scope="col" title="{escape(meaning)}">{escape(title)}</th>'
         for title, meaning in [("Loss", LOSS_MEANING), *((m.title, m.help) for m in metrics)]
@@ -219,6 +221,19 @@ def _energies(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure
         "be, 100 % what random directions have, where layers start.",
         f'<div class="grid">{content}</div>',
     )
+
+
+def _tasks(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
+    drawn = [pictures(run.artefacts) for run in runs]
+    content = ""
+    for prefix, (title, text, _) in FIGURES.items():
+        boxes = "".join(
+            _plot(plots, picture.figure, picture.kind, f"{name}: {picture.title}", picture.caption)
+            for name, found in zip(names, drawn, strict=True)
+            for picture in found.get(prefix, ())
+        )
+        content += _section(prefix, title, text, f'<div class="grid">{boxes}</div>') if boxes else ""
+    return content
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:

@@ -15,6 +15,10 @@ from hypersphere.errors import HypersphereError
 from hypersphere.report.geometry import Floats, Ints
 
 
+ARTEFACT = "artefact/"
+"""First part of the names of tensors that evaluations left for pictures."""
+
+
 class ReportError(HypersphereError):
     """A run folder cannot be reported on; the message names the folder or file and says what to do."""
 
@@ -89,6 +93,7 @@ class Run:
         unseen: Features of classes that were held out of training, where there are any.
         layers: What decoupled layers learned, by quantity (``radius``, ``k``) and name of the layer: a number a kernel.
         energies: Energy of every layer at some steps; ``None`` where it was not written down.
+        artefacts: What evaluations left for pictures, by name.
         filters: Filters of the first convolution ``(n, channels, height, width)``, where it sees grey or colour images.
     """
 
@@ -103,6 +108,7 @@ class Run:
     layers: dict[str, dict[str, Floats]] = field(default_factory=dict)
     filters: Floats | None = None
     energies: Energies | None = None
+    artefacts: dict[str, Any] = field(default_factory=dict)
 
 
 def load_run(folder: Path) -> Run:
@@ -131,6 +137,7 @@ def load_run(folder: Path) -> Run:
         unseen=_features(tensors, "unseen_", metadata),
         layers=_layers(tensors),
         energies=_energies(folder, metrics),
+        artefacts={key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(ARTEFACT)},
         filters=tensors["filters"].astype(np.float64) if _drawable(tensors.get("filters")) else None,
     )
 
@@ -229,6 +236,6 @@ def _layers(tensors: dict[str, Any]) -> dict[str, dict[str, Floats]]:
     found: dict[str, dict[str, Floats]] = {}
     for key in sorted(tensors):
         quantity, *rest = key.split("/", 2)
-        if rest and _drawable(tensors[key]):
+        if rest and not key.startswith(ARTEFACT) and _drawable(tensors[key]):
             found.setdefault(quantity, {})[rest[-1]] = tensors[key].astype(np.float64)
     return found

@@ -11,10 +11,14 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
+from hypersphere.data.clouds import change_clouds
 from hypersphere.errors import ArgumentError
 from hypersphere.recipe import Augment
 from hypersphere.train.distributed import World
 from hypersphere.train.randomness import derive_seed
+
+CLOUD_CHANGES = ("rotate", "tilt", "scale", "shift", "jitter", "shuffle")
+"""Random changes that are for point clouds; the others are for images."""
 
 
 class BatchOrder:
@@ -164,10 +168,11 @@ def evaluation_batches(split: Split, batch_size: int, device: torch.device) -> I
 class Preprocess(nn.Module):
     r"""Brings images from bytes to what the model sees: :math:`(x / 255 - \mu) / \sigma`.
 
-    The constants are buffers, measured on the training images and saved with the model.
+    The constants are buffers, measured on the training images and saved with the model. Samples that are no bytes
+    are none of images, and stay as they are.
 
     Args:
-        shape: ``(C, H, W)`` of one image.
+        shape: ``(C, H, W)`` of one image, or of whatever else a sample is.
         normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5
             over 128, or ``"none"``.
         augment: Random changes of training images.
@@ -177,13 +182,19 @@ class Preprocess(nn.Module):
     std: Tensor
 
     def __init__(
-        self, shape: tuple[int, int, int], normalise: Literal["channel", "pixel", "half", "none"], augment: Augment
+        self, shape: tuple[int, ...], normalise: Literal["channel", "pixel", "half", "none"], augment: Augment
     ) -> None:
         super().__init__()
         self.normalise, self.augment = normalise, augment
+        self.changes = {key: getattr(augment, key) for key in CLOUD_CHANGES}
+        for key, field in Augment.model_fields.items():
+            kind, dimensions = ("point clouds", 2) if key in CLOUD_CHANGES else ("images", 3)
+            if getattr(augment, key) != field.default and len(shape) != dimensions:
+                raise ArgumentError(key, f"must be left out here: it changes {kind}")
         mean, std = (0.5, 128 / 255) if normalise == "half" else (0.0, 1.0)
-        self.register_buffer("mean", torch.full(shape if normalise == "pixel" else (shape[0], 1, 1), mean))
-        self.register_buffer("std", torch.full((shape[0], 1, 1), std))
+        channels = (*shape[:1], 1, 1)
+        self.register_buffer("mean", torch.full(shape if normalise == "pixel" else channels, mean))
+        self.register_buffer("std", torch.full(channels, std))
 
     def measure(self, split: Split, at_most: int = 100_000) -> None:
         """Set the constants from training images (evenly spaced ones where there are more than ``at_most``)."""
@@ -212,19 +223,25 @@ class Preprocess(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, C, H, W)`` bytes to floats."""
-        return (images.float() / 255 - self.mean) / self.std
+        return self.scaled(images.float() / 255) if images.dtype == torch.uint8 else images
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """The same of images that are floats in [0, 1]."""
+        return (images - self.mean) / self.std
 
     def augmented(self, images: Tensor, generator: torch.Generator, batch_size: int, share: slice) -> Tensor:
-        """Normalised images, each with its own random crop and flips, without a loop.
+        """Normalised images, each with its own random crop and flips, or clouds with theirs, without a loop.
 
         Args:
-            images: ``(b, C, H, W)`` bytes, this process' share of the batch.
+            images: ``(b, C, H, W)`` bytes, or clouds ``(b, 3, P)``, this process' share of the batch.
             generator: Source of the draws; every process makes all of them, so that their number does not matter.
             batch_size: Images over all processes.
             share: Which of them ``images`` are.
         """
+        if images.dim() == 3:
+            return change_clouds(images, generator, **self.changes, batch_size=batch_size, share=share)
         crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
-        if not (crop or flip or vertical):
+        if images.dtype != torch.uint8 or not (crop or flip or vertical):
             return self.change(images, None)
         draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]
         return self.change(images, draws)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hypersphere.errors import ArgumentError
 from hypersphere.nn import Decoupled
 from hypersphere.optim import OGD
 from hypersphere.recipe import Optimiser, Schedule
@@ -53,22 +55,31 @@ def parameter_groups(
     What weight decay spares is in groups of its own: ``-vectors``, the ``-kernels`` of decoupled layers whose norm does
     not count, the radii and steepnesses of their ``-operators``, and what regularisers learn. ``-rotations`` have a
     factor on the learning rate and a weight decay of their own; ``-matrices`` are the matrices of rotations themselves,
-    which the optimiser has to keep orthogonal.
+    which the optimiser has to keep orthogonal. Parameters to which a rule of the recipe applies are in the group
+    ``-PATTERN``; a rule that applies to none is a mistake.
     """
     groups: list[dict[str, object]] = []
+    rules = {f"-{rule.match}": rule for rule in reversed(recipe.rules)}
+    used: set[str] = set()
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
         special = _decoupled_parameters(module) | _rotation_parameters(module)
         suffixes = ("", "-vectors", "-kernels", "-operators", "-rotations", "-matrices")
-        members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in suffixes}
-        for p in module.parameters():
-            vector = "-vectors" if recipe.decay == "weights" and p.dim() <= 1 else ""
+        members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in (*suffixes, *reversed(rules))}
+        for own_name, p in module.named_parameters():
+            usual = "-vectors" if recipe.decay == "weights" and p.dim() <= 1 else ""
+            fitting = [f"-{rule.match}" for rule in recipe.rules if fnmatchcase(f"{name}.{own_name}", rule.match)]
+            used.update(fitting)
             if p.requires_grad:
-                members[special.get(p, vector)].append(p)
+                members[special.get(p, fitting[0] if fitting else usual)].append(p)
         for suffix, parameters in members.items():
             if parameters:
-                turned = suffix in ("-rotations", "-matrices")
-                decay = rotation_decay if suffix == "-rotations" else 0.0 if suffix else recipe.weight_decay
+                turned, rule = suffix in ("-rotations", "-matrices"), rules.get(suffix)
+                spared = suffix or (name == "head" and recipe.decay == "model")
+                decay = rotation_decay if suffix == "-rotations" else 0.0 if spared else recipe.weight_decay
                 base = recipe.lr * factor * (rotation_lr if turned else 1.0)
+                if rule is not None:
+                    base *= rule.lr
+                    decay = recipe.weight_decay if rule.weight_decay is None else rule.weight_decay
                 groups.append(
                     {
                         "name": f"{name}{suffix}",
@@ -79,6 +90,8 @@ def parameter_groups(
                         **({"orthogonal": True} if suffix == "-matrices" else {}),
                     }
                 )
+    for unused in rules.keys() - used:
+        raise ArgumentError("rules", f"has the pattern {unused[1:]!r}, which fits no parameter of the model or the head")
     learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
     if learned:
         rate = torch.tensor(recipe.lr, device=device)

@@ -38,7 +38,8 @@ class Objective(nn.Module):
     """Model, head and regularisers as one module: images and labels in, loss terms out.
 
     Args:
-        model: Images ``(B, C, H, W)`` to features ``(B, D)``.
+        model: Images ``(B, C, H, W)`` to features ``(B, D)``. One with ``loss_names`` computes the losses of these
+            names itself, by ``losses(images, labels, head)``.
         head: Features and labels to a loss.
         regularisers: Title -> (energy, weight, what it is an energy of: ``"model"``, ``"head"`` or ``"all"``).
     """
@@ -50,6 +51,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.head = model, head
+        self.loss_names: tuple[str, ...] = getattr(model, "loss_names", ("loss",))
         self.energies = nn.ModuleDict({title: energy for title, (energy, _, _) in regularisers.items()})
         # On the device, as learning rates are: a captured step follows what is filled in before it.
         weights = torch.tensor([weight for _, weight, _ in regularisers.values()])
@@ -69,8 +71,8 @@ class Objective(nn.Module):
 
     @property
     def terms(self) -> list[str]:
-        """Names of the terms, the loss first."""
-        return ["loss", *self.energies]
+        """Names of the terms, the losses first."""
+        return [*self.loss_names, *self.energies]
 
     def prepare(self) -> None:
         """Create the state of the regularisers, on the device of the weights."""
@@ -87,7 +89,10 @@ class Objective(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """The terms, ``(T,)``; their sum is what is minimised."""
-        terms = [self.head(self.model(images), labels)]
+        if hasattr(self.model, "loss_names"):
+            terms = [*self.model.losses(images, labels, self.head)]  # type: ignore[operator]
+        else:
+            terms = [self.head(self.model(images), labels)]
         for index, energy in enumerate(self.energies.values()):
             terms.append(self.weights[index] * energy(self.targets[index]))
         return torch.stack([term.float() for term in terms])

@@ -153,11 +153,16 @@ class Trainer:
         recipe = self.recipe
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(recipe.seed, "initialise"))
-            model = self._convert(recipe.build(models, ("model",), data.train.shape))
-            model = self._turn(model)
+            model = recipe.build(models, ("model",), data.train.shape)
+            if data.context:
+                model.attach(**data.context)
+            model = self._turn(self._convert(model))
             head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
         preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
-        preprocess.measure(data.train)
+        if data.train.bytes:
+            preprocess.measure(data.train)
+        elif recipe.data.normalise != "none":
+            raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
         if recipe.train.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model.to(self.device), head.to(self.device), preprocess.to(self.device)
@@ -220,7 +225,10 @@ class Trainer:
         rates: dict[str, Any] = {}
         if recipe.orthogonal is not None:
             rates = {"rotation_lr": recipe.orthogonal.lr, "rotation_decay": recipe.orthogonal.weight_decay}
-        groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device, objective.energies, **rates)
+        try:
+            groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device, objective.energies, **rates)
+        except ArgumentError as error:
+            raise recipe.blame(error, "optimiser") from error
         return Step(
             objective,
             forward,
@@ -470,7 +478,8 @@ class Trainer:
         row |= values
         row["lr"] = float(self._step.optimiser.param_groups[0]["lr"])
         row |= self.head.schedules()
-        weights = zip(self.terms[1:], self.recipe.regularisers, self._step.objective.weights.tolist(), strict=False)
+        objective = self._step.objective
+        weights = zip(objective.energies, self.recipe.regularisers, objective.weights.tolist(), strict=False)
         row |= {f"weight/{title}": weight for title, part, weight in weights if part.schedule is not None}
         self._pending = []
         self._write("on_log", row)
@@ -537,11 +546,32 @@ class Trainer:
                 unseen_features, _, unseen_labels = self._extract(unseen)
             weight = self.head.class_vectors.float().clone()
         trained = self.data.train.labels.bincount(minlength=len(self.data.class_names))
-        return Outputs(features, logits, labels, weight, unseen_features, unseen_labels, trained)
+        return Outputs(
+            features,
+            logits,
+            labels,
+            weight,
+            unseen_features,
+            unseen_labels,
+            trained,
+            data=self.data,
+            model=self.model,
+            features_of=self._features_of,
+            predict=lambda samples: self.head.logits(self._features_of(samples)),
+            seed=self.recipe.seed,
+        )
+
+    def _features_of(self, samples: Tensor) -> Tensor:
+        """Features of samples, of which images are floats in [0, 1]."""
+        with self._autocast():
+            features: Tensor = self.model(self.preprocess.scaled(samples) if self.data.train.bytes else samples)
+        return features.float()
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
         """What the recipe asks to measure."""
-        found = measure(outputs, self.recipe.evaluate.metrics)
+        chosen = self.recipe.evaluate.metrics
+        with self._averaged():
+            found = measure(outputs, [m if isinstance(m, str) else {"name": m.name, **m.options} for m in chosen])
         if self.recipe.evaluate.recalibrate:
             found["accuracy_recalibrated"] = self._recalibrated_accuracy()
         return found
@@ -630,6 +660,7 @@ class Trainer:
         tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
         if outputs.unseen_features is not None and outputs.unseen_labels is not None:
             tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
+        tensors |= {f"artefact/{name}": value.detach() for name, value in outputs.artefacts.items()}
         with self._averaged():
             tensors |= self._learned()
         file_name = self.run.path / "features.safetensors"
