@@ -8,6 +8,7 @@ import math
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,12 @@ from PIL import Image
 from torch import nn
 
 from hypersphere import recipe
-from hypersphere.data import DataError, inventory, load
+from hypersphere.data import DataError, Dataset, TensorSplit, inventory, load
 from hypersphere.data.align import align, similarity_transform, template, warp
 from hypersphere.data.faces import (
     AlignedSplit,
     find_images,
+    lfw_pairs,
     parse_pairs,
     read_landmarks,
     read_pairs,
@@ -33,6 +35,7 @@ from hypersphere.data.faces import (
 )
 from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
+from hypersphere.evaluate import Outputs, measure
 from hypersphere.models import create, models
 from hypersphere.nn import DecoupledConv2d, DecoupledLinear
 from hypersphere.nn import create as layer
@@ -743,3 +746,60 @@ def test_mobilefacenet_reaches_its_accuracy_on_lfw():
             features.append(torch.cat([model(images), model(images.flip(3))], 1))
     accuracy = fold_accuracies(torch.cat(features).double().numpy(), pairs)
     assert abs(accuracy.mean() - 0.9917) < accuracy.std(ddof=1) / math.sqrt(10)
+
+
+# ------------------------------------------------------------------------------------------- evaluation on pairs
+
+
+def little_lfw(root: Path) -> None:
+    """Two folds of pairs of three people, each image of one colour that is nearly that of its person."""
+    (root / "lfw" / "images").mkdir(parents=True)
+    colours = {"Ann": (200, 30, 30), "Bob": (30, 200, 30), "Cid": (30, 30, 200)}
+    points = torch.tensor([[30.3, 51.7], [65.5, 51.5], [48.0, 71.7], [33.5, 92.4], [62.7, 92.2]])
+    landmarks = {}
+    for name, colour in colours.items():
+        (root / "lfw" / "images" / name).mkdir()
+        for number in (1, 2):
+            shade = tuple(value + 3 * number for value in colour)
+            file = f"{name}/{name}_{number:04}.png"
+            Image.new("RGB", (96, 112), shade).save(root / "lfw" / "images" / file)
+            landmarks[file] = points
+    write_landmarks(root / "lfw" / "landmarks.txt", landmarks)
+    fold = ["Ann\t1\t2", "Bob\t1\t2", "Ann\t1\tBob\t1", "Bob\t2\tCid\t1"]
+    (root / "lfw" / "pairs.txt").write_text("\n".join(["2\t2", *fold, "Cid\t1\t2", *fold[:1], *fold[2:]]) + "\n")
+
+
+def test_lfw_evaluation_compares_aligned_faces_and_their_mirror_images(tmp_path):
+    little_lfw(tmp_path)
+    pairs, faces = lfw_pairs(tmp_path, (112, 96))
+    assert len(pairs) == 8 and faces.shape == (3, 112, 96) and len(faces) == 6
+    split = TensorSplit(torch.zeros(1, 3, 112, 96, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    seen = []
+
+    def features_of(images: torch.Tensor) -> torch.Tensor:
+        seen.append(images)
+        return images.mean((2, 3)) - 0.3
+
+    outputs = Outputs(
+        torch.eye(3),
+        torch.eye(3),
+        torch.arange(3),
+        torch.eye(3),
+        data=Dataset("x", ("a",), split, split),
+        features_of=features_of,
+    )
+    found = measure(outputs, [{"name": "lfw", "folder": str(tmp_path)}])
+    assert found["lfw_accuracy"] == 1.0 and found["lfw_eer"] == 0.0 and found["lfw_standard_error"] == 0.0
+    assert len(seen) == 2 and torch.equal(seen[0].flip(3), seen[1]) and float(seen[0].max()) <= 1
+    colour = seen[0][pairs.images.index("Bob/Bob_0002")].mean((1, 2)) * 255
+    torch.testing.assert_close(colour, torch.tensor([36.0, 206.0, 36.0]), atol=12, rtol=0)
+    assert measure(replace(outputs, features_of=None), ["lfw"]) == {}
+
+
+def test_lfw_that_lacks_something_says_what(tmp_path):
+    with pytest.raises(DataError, match=r"lfw was not found[\s\S]*pairs\.txt"):
+        lfw_pairs(tmp_path)
+    little_lfw(tmp_path)
+    (tmp_path / "lfw" / "images" / "Cid" / "Cid_0002.png").unlink()
+    with pytest.raises(DataError, match=r"no image for 1 faces of pairs\.txt, such as Cid/Cid_0002"):
+        lfw_pairs(tmp_path)

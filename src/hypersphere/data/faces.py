@@ -281,6 +281,42 @@ class AlignedSplit(FolderSplit):
             raise DataError(f"{self.files[index]} cannot be aligned: {error}.") from error
 
 
+sources["lfw"] = Source(
+    "lfw",
+    "http://vis-www.cs.umass.edu/lfw (with landmarks of the faces and LFW's own list of pairs)",
+    (Layout(("lfw",), {"pairs.txt": None, "landmarks.txt": None}),),
+)
+
+
+def lfw_pairs(root: Path | None = None, size: tuple[int, int] = (112, 96)) -> tuple[Pairs, AlignedSplit]:
+    """LFW's pairs and the faces that they are of, aligned by their landmarks.
+
+    Args:
+        root: Data root with a folder ``lfw``, which holds ``images``, ``landmarks.txt`` and ``pairs.txt``.
+        size: ``(H, W)`` of the aligned faces.
+
+    Returns:
+        The pairs, and their faces in the order of ``Pairs.images``.
+
+    Raises:
+        DataError: The folder, an image or its landmarks are missing.
+
+    Example:
+        >>> pairs, faces = lfw_pairs()  # doctest: +SKIP
+        >>> len(pairs), faces.shape  # doctest: +SKIP
+        (6000, (3, 112, 96))
+    """
+    folder, _ = sources["lfw"].find(root)
+    pairs, landmarks = read_pairs(folder / "pairs.txt"), read_landmarks(folder / "landmarks.txt")
+    files = find_images(folder / "images", pairs.images)
+    for what, known in (("image", files), ("line in landmarks.txt", landmarks)):
+        lacking = [image for image in pairs.images if image not in known]
+        if lacking:
+            raise DataError(f"{folder} has no {what} for {len(lacking):,} faces of pairs.txt, such as {lacking[0]}.")
+    points = torch.stack([landmarks[image] for image in pairs.images])
+    return pairs, AlignedSplit(tuple(files[image] for image in pairs.images), pairs.people, size, points)
+
+
 # ------------------------------------------------------------------------------------------------- part of CelebA
 
 _CELEBA = "celeba_subset_train_aligned112x96.npz"

@@ -1,0 +1,65 @@
+"""Verification of faces of another data set while a network is trained: LFW's pairs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hypersphere.data.faces import Pairs, lfw_pairs
+from hypersphere.evaluate.folds import lfw10
+from hypersphere.evaluate.metrics import equal_error_rate, pair_similarity
+from hypersphere.evaluate.protocols import Outputs, evaluations
+
+BATCH = 500
+"""Faces that go through the network together."""
+
+
+@lru_cache(maxsize=1)
+def _faces(size: tuple[int, int], folder: str) -> tuple[Pairs, Tensor]:
+    """Pairs and aligned faces ``(N, 3, H, W)``, decoded once for all evaluations of a process."""
+    pairs, faces = lfw_pairs(Path(folder) if folder else None, size)
+    return pairs, torch.stack([faces.read(index) for index in range(len(faces))])
+
+
+@evaluations.register("lfw")
+@torch.no_grad()
+def lfw(
+    outputs: Outputs,
+    *,
+    variant: Literal["sphereface", "clcarwin", "insightface", "opensphere"] = "sphereface",
+    folder: str = "",
+) -> dict[str, float]:
+    """Accuracy on LFW's pairs of faces, the threshold from the other folds, with the standard error over the folds.
+
+    Args:
+        outputs: Outputs of a network of colour faces.
+        variant: How features are compared, see :func:`~hypersphere.evaluate.lfw10`.
+        folder: Data root with the folder ``lfw`` of ``images``, ``landmarks.txt`` and ``pairs.txt``; by default it is
+            looked for like other data.
+    """
+    if outputs.features_of is None or outputs.data is None:
+        return {}
+    shape = outputs.data.test.shape
+    pairs, faces = _faces((shape[1], shape[2]), folder)
+    device = outputs.features.device
+    parts = []
+    for images in faces.split(BATCH):
+        scaled = images.to(device).float() / 255
+        parts.append((outputs.features_of(scaled), outputs.features_of(scaled.flip(3))))
+    plain, mirrored = (torch.cat(sides) for sides in zip(*parts, strict=True))
+    left, right = pairs.left.to(device), pairs.right.to(device)
+    same = pairs.same.to(device)
+    found = lfw10(
+        plain[left], plain[right], same, pairs.fold, mirrored=(mirrored[left], mirrored[right]), variant=variant
+    )
+    both = torch.cat([plain, mirrored], 1)
+    scores = pair_similarity(both[left], both[right])
+    return {
+        "lfw_accuracy": found.value,
+        "lfw_standard_error": found.standard_error,
+        "lfw_eer": equal_error_rate(scores, same),
+    }
