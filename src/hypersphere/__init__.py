@@ -13,6 +13,7 @@ Example:
 
 from hypersphere import (
     angular,
+    attacks,
     diagnostics,
     energy,
     errors,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "angular",
+    "attacks",
     "diagnostics",
     "energy",
     "errors",

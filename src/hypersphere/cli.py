@@ -19,7 +19,10 @@ from rich.table import Table
 
 import hypersphere
 from hypersphere import angular, data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
+from hypersphere.attack_cli import attack_run
+from hypersphere.attacks import attacks
 from hypersphere.errors import HypersphereError
+from hypersphere.faces_cli import COMMANDS, gallery_app
 from hypersphere.plot_cli import plot_app
 from hypersphere.registry import Registry, UnknownNameError, did_you_mean
 from hypersphere.train import DivergedError, Interrupted, ProgressBar, RunFolder, Trainer, pick_device
@@ -33,6 +36,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(plot_app, name="plot")
+app.command("attack")(attack_run)
+app.add_typer(gallery_app, name="gallery")
 console = Console()
 errors = Console(stderr=True)
 
@@ -129,9 +134,11 @@ FAMILIES: dict[str, Registry[Any]] = {
     "angulars": angular.angulars,
     "energies": energy.energies,
     "orthogonal": orthogonal.maps,
+    "attacks": attacks,
     "models": models.models,
     "datasets": data.datasets,
     "evaluations": evaluate.evaluations,
+    "protocols": evaluate.named_protocols,
 }
 
 
@@ -243,6 +250,10 @@ def docs(
     console.print(f"{'Checked' if check else 'Wrote'} the pages in {folder}", highlight=False)
 
 
+for _command in COMMANDS:
+    app.command()(_command)
+
+
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -277,11 +288,12 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
 
 
 def _show_metrics(runs: list[RunFolder]) -> None:
+    found = [run.evaluation()["metrics"] for run in runs]
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
     grid.add_column("Run", style="cyan", no_wrap=True)
-    for metric in evaluate.METRICS.values():
+    for metric in evaluate.columns(found).values():
         grid.add_column(metric.title, justify="right")
-    cells = evaluate.table([run.evaluation()["metrics"] for run in runs])
+    cells = evaluate.table(found)
     for run, row in zip(runs, cells, strict=True):
         texts = (f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row)
         grid.add_row(escape(run.facts()["name"]), *texts)

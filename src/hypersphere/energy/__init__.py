@@ -13,6 +13,7 @@ from hypersphere.energy.compressive import (
     compressive_energy,
     preservation_loss,
 )
+from hypersphere.energy.gan import DiscriminatorMHE
 from hypersphere.energy.layers import Neurons, Selection, neurons, select
 from hypersphere.energy.low_rank import BPLowRank, LowRankBilateral
 from hypersphere.energy.mhe import MHE, hyperspherical_energy
@@ -50,6 +51,7 @@ __all__ = [
     "BPLowRank",
     "Compressive",
     "CosineSum",
+    "DiscriminatorMHE",
     "GroupCoMHE",
     "InterClass",
     "KoLeo",

@@ -133,7 +133,8 @@ def select(
     ``qkv``, ``to_q`` and the like in a module that has ``num_heads`` or another number of heads. Shared weights count
     once. Left out are layers with one neuron (in each group: depthwise convolutions) or one input, and weights that
     are quantised; embeddings are not looked at. Weights are read when ``matrices`` is called, parametrised ones through
-    their parametrisation. A layer with a true attribute ``keeps_angles`` is constant.
+    their parametrisation. A layer with a true attribute ``keeps_angles`` is constant. A model may name layers to leave
+    alone unless they are included, by patterns in an attribute ``spared``.
 
     Args:
         model: Any module, or a layer.
@@ -164,6 +165,8 @@ def select(
         outputs = _matching("output", () if output is None else output, names)
     included = _matching("include", include, names) or set(names)
     excluded = _matching("exclude", exclude, names)
+    if not include:
+        excluded |= _matching("exclude", getattr(model, "spared", ()), names)
     decoupled = decoupled_only and any(isinstance(candidate.owner, Decoupled) for candidate in found)
     layers = [
         Neurons(

@@ -1,7 +1,12 @@
 """Evaluation: metrics as pure functions, and named groups of them for recipes."""
 
+from hypersphere.evaluate.clouds import chosen_clouds, point_contributions
+from hypersphere.evaluate.faces import lfw
+from hypersphere.evaluate.few_shot import EpisodeClassifiers, Episodes, classify, mean_and_interval, sample_episodes
 from hypersphere.evaluate.folds import fold_accuracy, lfw10, video_similarity, ytf10
 from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
+from hypersphere.evaluate.generation import class_balance, feature_distance, frechet_distance, generation_score
+from hypersphere.evaluate.graphs import early_stop
 from hypersphere.evaluate.identification import (
     Identification,
     Rate,
@@ -19,8 +24,10 @@ from hypersphere.evaluate.metrics import (
     pair_scores,
     pair_similarity,
 )
+from hypersphere.evaluate.named import TemplateResults, ijb, named_protocols
 from hypersphere.evaluate.pair_stream import PairScores
-from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, evaluations, measure, table
+from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, columns, evaluations, measure, table
+from hypersphere.evaluate.robustness import CHECKS, explain
 from hypersphere.evaluate.verification import (
     Calibration,
     Det,
@@ -38,10 +45,13 @@ from hypersphere.evaluate.verification import (
 )
 
 __all__ = [
+    "CHECKS",
     "METRICS",
     "MISSING",
     "Calibration",
     "Det",
+    "EpisodeClassifiers",
+    "Episodes",
     "Gallery",
     "Identification",
     "Match",
@@ -51,26 +61,42 @@ __all__ = [
     "PairScores",
     "Rate",
     "Roc",
+    "TemplateResults",
     "Verification",
     "accuracy",
     "auc",
     "calibrate",
+    "chosen_clouds",
+    "class_balance",
     "class_centres",
+    "classify",
+    "columns",
     "det",
+    "early_stop",
     "equal_error_rate",
     "evaluations",
+    "explain",
+    "feature_distance",
     "fingerprint",
     "flip_features",
     "fold_accuracy",
+    "frechet_distance",
+    "generation_score",
     "identify",
+    "ijb",
+    "lfw",
     "lfw10",
+    "mean_and_interval",
     "measure",
     "megaface",
+    "named_protocols",
     "pair_scores",
     "pair_similarity",
+    "point_contributions",
     "pool_templates",
     "rates_at",
     "roc",
+    "sample_episodes",
     "score_pairs",
     "search",
     "table",

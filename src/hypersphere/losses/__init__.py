@@ -1,5 +1,6 @@
 """Classification heads: modules that own the class centres and turn features and labels into a loss."""
 
+from hypersphere.losses.gan import GANLoss
 from hypersphere.losses.head import MarginSize, MarginSoftmax, create, losses
 from hypersphere.losses.members import (
     AdaFace,
@@ -54,6 +55,7 @@ __all__ = [
     "Contrastive",
     "CosFace",
     "CurricularFace",
+    "GANLoss",
     "GASoftmax",
     "Hinge",
     "LSoftmax",

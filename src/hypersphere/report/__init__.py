@@ -13,6 +13,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hypersphere.report import (  # noqa: F401 - registers its pictures
+    attacks_figures,
+    cloud_figures,
+    few_shot_figures,
+    graph_figures,
+    sample_figures,
+)
 from hypersphere.report.page import render
 from hypersphere.report.runs import ReportError, load_run
 

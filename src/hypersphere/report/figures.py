@@ -44,6 +44,9 @@ CURVE_TITLES = {
     "m2": "Margin m2",
     "m3": "Margin m3",
     "accuracy": "Test accuracy (%)",
+    "validation_accuracy": "Validation accuracy (%)",
+    "validation_loss": "Cross-entropy of validation nodes",
+    "class_accuracy": "Mean test accuracy of the classes (%)",
     "rare_accuracy": "Test accuracy of the rare classes (%)",
     "accuracy_recalibrated": "Test accuracy, statistics estimated anew (%)",
     "mean_angle": "Mean test angle to own centre (°)",
@@ -51,7 +54,7 @@ CURVE_TITLES = {
     "eer": "Verification EER on unseen classes (%)",
     "energy": "Classifier energy",
 }
-PERCENT = {"accuracy", "accuracy_recalibrated", "eer", "rare_accuracy"}
+PERCENT = {"accuracy", "validation_accuracy", "class_accuracy", "accuracy_recalibrated", "eer", "rare_accuracy"}
 
 
 @dataclass(frozen=True)

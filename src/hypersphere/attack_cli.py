@@ -1,0 +1,82 @@
+"""The ``hypersphere attack`` command."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hypersphere import evaluate, recipe
+from hypersphere.errors import ArgumentError
+from hypersphere.train import RunFolder, Trainer, pick_device
+
+console = Console()
+
+
+def attack_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    attack: Annotated[
+        list[str] | None, typer.Option("--attack", "-a", help="fgsm, bim, pgd or square; may be given several times")
+    ] = None,
+    eps: Annotated[str, typer.Option(help="budget of every pixel, of a range from 0 to 1: 0.03 or 8/255")] = "8/255",
+    steps: Annotated[int, typer.Option(help="steps of bim, pgd and square")] = 20,
+    images: Annotated[int, typer.Option(help="number of test images, evenly from the split; 0: all")] = 1000,
+    source: Annotated[
+        Path | None, typer.Option(metavar="RUN2", help="also attack with the gradients of this run's model")
+    ] = None,
+    masking: Annotated[bool, typer.Option(help="check whether the accuracies can be believed")] = True,
+    deepfool: Annotated[int, typer.Option(help="number of images for the smallest change that fools; 0: none")] = 200,
+    keep: Annotated[bool, typer.Option("--keep", help="write the results and pictures into the run")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    data_root: Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")] = None,
+) -> None:
+    """Attack the model of a run: accuracy under attack, and whether it can be believed."""
+    folder = RunFolder.open(run)
+    options: dict[str, Any] = {"attacks": attack or ["fgsm", "bim", "pgd"], "eps": _budget(eps), "steps": steps}
+    options |= {"images": images, "masking": masking, "deepfool": deepfool}
+    options |= {"source": None if source is None else str(source)}
+    plan = folder.recipe()
+    # The recipe's own check tells unknown attacks and bad numbers.
+    content = plan.model_dump(mode="json")
+    content["evaluate"]["metrics"] = [{"name": "attacks", **options}]
+    trainer = Trainer(recipe.check(content), folder, pick_device(device), data_root=data_root or folder.data_root())
+    trainer.load_weights()
+    outputs = trainer.outputs()
+    metrics = trainer.metrics(outputs)
+    _show(str(folder.facts()["name"]), metrics)
+    if keep:
+        trainer.write_evaluation(outputs, folder.evaluation()["metrics"] | metrics)
+        console.print(f"Kept in {folder.path}; see them with `hypersphere report {folder.path}`", highlight=False)
+
+
+def _budget(value: str) -> float:
+    """A number or a fraction as a number."""
+    try:
+        return float(Fraction(value))
+    except (ValueError, ZeroDivisionError):
+        raise ArgumentError("eps", f"must be a number or a fraction such as 8/255, got {value!r}") from None
+
+
+def _show(title: str, metrics: dict[str, float]) -> None:
+    """Accuracies as a table, then the checks in words."""
+    grid = Table(
+        title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2)
+    )
+    grid.add_column("attack", style="cyan", no_wrap=True)
+    grid.add_column("accuracy", justify="right")
+    for name, value in metrics.items():
+        if name.startswith("accuracy_"):
+            grid.add_row(name.removeprefix("accuracy_").replace("_", " "), f"{value:.2%}")
+    console.print(grid)
+    for norm in ("l2", "linf"):
+        if (size := metrics.get(f"deepfool_{norm}")) is not None:
+            console.print(f"median of the smallest changes that fool, {norm}: {size:.4g}", highlight=False)
+    said = evaluate.explain(metrics)
+    for bad, words in said:
+        mark = "[bold yellow]sign of masking:[/] " if bad else "[green]fine:[/] "
+        console.print(mark + escape(words), highlight=False, soft_wrap=True)

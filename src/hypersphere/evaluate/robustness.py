@@ -1,0 +1,352 @@
+"""How a model stands up to attacks, and whether the answer can be believed.
+
+A model can look robust because its gradients lead attacks astray ("gradient masking"), not because small changes leave
+its answers as they are. Accuracy under attack is therefore measured together with what gives masking away: attacks that
+take their gradients elsewhere or need none, more steps, another loss, and budgets under which nothing can be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hypersphere.attacks import Attack, DeepFool, Predict, Square, attacked, attacks, gradients, lengths
+from hypersphere.errors import ArgumentError, check_range
+from hypersphere.evaluate.protocols import Outputs, evaluations
+
+Bounded = Literal["fgsm", "bim", "pgd", "square"]
+"""Attacks that have a budget."""
+FACTORS = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Budgets of the curve, in multiples of the one that counts."""
+MORE = 5
+"""So many times the steps, to see whether they were enough."""
+SHOWN = 8
+"""Images that are kept for a picture."""
+DRAWN = 1000
+"""Most features that are kept for a picture."""
+TOLERANCE = 0.01
+"""Differences of accuracies up to this are taken for noise."""
+
+
+class Check(NamedTuple):
+    """What one check for masking measures.
+
+    Attributes:
+        sign: Above this the value is a sign of masking.
+        good: What it means if it is not; ``{}`` is the value in percent.
+        bad: What it means if it is.
+    """
+
+    sign: float
+    good: str
+    bad: str
+
+
+CHECKS: dict[str, Check] = {
+    "masking_transfer": Check(
+        TOLERANCE,
+        "no attack is stronger with another model's gradients than with its own ({} points)",
+        "an attack is stronger with another model's gradients than with its own, by {} points: its own lead astray",
+    ),
+    "masking_gradient_free": Check(
+        TOLERANCE,
+        "random search without gradients is no stronger than following them ({} points)",
+        "random search without gradients is stronger than following them, by {} points",
+    ),
+    "masking_single_step": Check(
+        TOLERANCE,
+        "many small steps are no weaker than one large one ({} points)",
+        "many small steps are weaker than one large one, by {} points: gradients nearby are of no use",
+    ),
+    "masking_fgsm": Check(
+        0.1,
+        "one large step finds most of what there is: the strongest attack takes {} points more",
+        "one large step misses much of what there is, the strongest attack takes {} points more: its accuracy says "
+        "little on its own",
+    ),
+    "masking_steps": Check(
+        TOLERANCE,
+        f"{MORE} times the steps take {{}} points more: there were enough",
+        f"{MORE} times the steps take {{}} points more: there were too few to believe the accuracy",
+    ),
+    "masking_loss": Check(
+        TOLERANCE,
+        "climbing the margin of the logits is no stronger than climbing the cross-entropy ({} points)",
+        "climbing the margin of the logits is stronger than climbing the cross-entropy, by {} points: the latter is "
+        "saturated",
+    ),
+    "masking_zero_gradients": Check(
+        TOLERANCE,
+        "{} % of the images have a gradient of exactly zero",
+        "{} % of the images have a gradient of exactly zero: attacks by gradient do not change them",
+    ),
+    "masking_rises": Check(
+        TOLERANCE,
+        "accuracy falls as the budget grows (largest rise: {} points)",
+        "accuracy rises by {} points as the budget grows, which it cannot: attacks fail",
+    ),
+    "masking_unbounded": Check(
+        TOLERANCE,
+        "with a budget that allows any image, {} % stay right",
+        "with a budget that allows any image, {} % stay right, and none should: attacks fail",
+    ),
+}
+"""The checks by metric."""
+
+
+def explain(metrics: Mapping[str, float]) -> list[tuple[bool, str]]:
+    """Every check for masking that was made: whether it is a sign of masking, and what it says in words.
+
+    Example:
+        >>> explain({"masking_unbounded": 0.0})
+        [(False, 'with a budget that allows any image, 0.0 % stay right')]
+    """
+    found = []
+    for name, check in CHECKS.items():
+        value = metrics.get(name, math.nan)
+        if math.isfinite(value):
+            bad = value > check.sign
+            found.append((bad, (check.bad if bad else check.good).format(f"{100 * value:.1f}")))
+    return found
+
+
+@evaluations.register("attacks")
+def robustness(
+    outputs: Outputs,
+    *,
+    attacks: tuple[Bounded, ...] = ("fgsm", "bim", "pgd"),
+    eps: float = 8 / 255,
+    steps: int = 20,
+    strengths: tuple[float, ...] | None = None,
+    images: int = 1000,
+    batch_size: int = 500,
+    source: str | None = None,
+    masking: bool = True,
+    queries: int = 300,
+    deepfool: int = 200,
+) -> dict[str, float]:
+    """Accuracy under attacks, and checks of whether it can be believed; images only.
+
+    ``accuracy_NAME`` is the accuracy under the attack of that name, ``accuracy_natural`` that on the same images as
+    they are, ``accuracy_transfer_NAME`` that under attacks made for ``source``. ``masking_...`` are the checks
+    (:func:`explain` says them in words), ``masking_signs`` how many of them speak for masking. ``accuracy_strongest``
+    is the lowest accuracy under any attack of that budget. ``deepfool_l2`` and ``deepfool_linf`` are medians of the
+    smallest change that DeepFool finds for images that are classified rightly.
+
+    Args:
+        outputs: What the model puts out.
+        attacks: Names of attacks.
+        eps: Budget, in units of the pixels' range.
+        steps: Of the attacks that take several.
+        strengths: Budgets of the curve; ``None``: multiples of ``eps`` from 0 to 4.
+        images: Number of test images, evenly from the split; 0 takes all.
+        batch_size: Images at a time.
+        source: Folder of a run on the same data, whose model makes transfer attacks.
+        masking: Make the checks.
+        queries: Looks at the model that the attack without gradients takes.
+        deepfool: Number of images for DeepFool, of those; 0 leaves it out.
+    """
+    check_range("images", images, 0)
+    check_range("deepfool", deepfool, 0)
+    chosen, labels = _samples(outputs, images)
+    predict = _required(outputs.predict)
+    run = _Measure(predict, chosen, labels, eps, steps, batch_size, outputs.seed)
+    found = {"accuracy_natural": run.accuracy(chosen)}
+    adversarial: dict[str, Tensor] = {}
+    for name in attacks:
+        adversarial[name] = run.attacked(name)
+        found[f"accuracy_{name}"] = run.accuracy(adversarial[name])
+    curves = _curves(run, attacks, strengths or tuple(eps * factor for factor in FACTORS), found)
+    if source is not None:
+        with source_predict(source, outputs) as other:
+            for name in attacks:
+                found[f"accuracy_transfer_{name}"] = run.accuracy(run.attacked(name, predict=other))
+    if masking:
+        found |= _checks(run, attacks, curves, found, queries)
+    if deepfool:
+        found |= _deepfool(run, deepfool, outputs.artefacts)
+    _keep(outputs, run, curves, adversarial, found)
+    return found
+
+
+class _Measure:
+    """A model, images and an attack's constants: what every measurement here has in common."""
+
+    def __init__(
+        self, predict: Predict, images: Tensor, labels: Tensor, eps: float, steps: int, batch_size: int, seed: int
+    ) -> None:
+        self.predict, self.images, self.labels = predict, images, labels
+        self.eps, self.steps, self.batch_size, self.seed = eps, steps, batch_size, seed
+
+    def attack(self, name: str, **options: object) -> Attack:
+        """An attack with the constants that it takes."""
+        known = {option.name for option in attacks[name].options}
+        shared = {"eps": self.eps, "steps": self.steps} | options
+        return attacks.create(name, **{key: value for key, value in shared.items() if key in known})
+
+    def attacked(self, name: str, *, predict: Predict | None = None, **options: object) -> Tensor:
+        """Adversarial images, by the gradients of another model if it is given."""
+        return self.run(self.attack(name, **options), predict or self.predict)
+
+    def run(self, attack: Attack, predict: Predict) -> Tensor:
+        return attacked(attack, predict, self.images, self.labels, batch_size=self.batch_size, seed=self.seed)
+
+    @torch.no_grad()
+    def classes(self, images: Tensor) -> Tensor:
+        """Predicted classes."""
+        return torch.cat([self.predict(part).argmax(1) for part in images.split(self.batch_size)])
+
+    def accuracy(self, images: Tensor) -> float:
+        """Share of right classes."""
+        return float((self.classes(images) == self.labels).double().mean())
+
+
+def _required(function: Predict | None) -> Predict:
+    if function is None:
+        raise ArgumentError("outputs", "must have a function from images to logits, as those of the trainer do")
+    return function
+
+
+def _samples(outputs: Outputs, count: int) -> tuple[Tensor, Tensor]:
+    """Test images in [0, 1], evenly from the split, and their labels."""
+    stored = outputs.images
+    if stored is None or stored.dtype != torch.uint8 or stored.dim() != 4:
+        raise ArgumentError("attacks", "needs test images that are one tensor of bytes; other samples have no range")
+    total = len(stored)
+    places = torch.linspace(0, total - 1, min(count or total, total), dtype=torch.float64).long()
+    labels = outputs.labels[places.to(outputs.labels.device)]
+    return stored[places.to(stored.device)].to(labels.device).float() / 255, labels
+
+
+def _curves(
+    run: _Measure, names: tuple[Bounded, ...], strengths: tuple[float, ...], found: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Accuracy under every attack by budget; what is known already is not measured again."""
+    strengths = tuple(sorted({*strengths, 0.0, run.eps}))
+    known = {0.0: found["accuracy_natural"]}
+    curves = {"eps": torch.tensor(strengths, dtype=torch.float64)}
+    for name in names:
+        own = known | {run.eps: found[f"accuracy_{name}"]}
+        values = [own[e] if e in own else run.accuracy(run.attacked(name, eps=e)) for e in strengths]
+        curves[name] = torch.tensor(values, dtype=torch.float64)
+    return curves
+
+
+def _checks(
+    run: _Measure, names: tuple[Bounded, ...], curves: Mapping[str, Tensor], found: Mapping[str, float], queries: int
+) -> dict[str, float]:
+    """The checks for masking, and how many of them speak for it."""
+    pgd = found["accuracy_pgd"] if "pgd" in names else run.accuracy(run.attacked("pgd"))
+    more = run.accuracy(run.attacked("pgd", steps=MORE * run.steps))
+    margin = run.accuracy(run.attacked("pgd", loss="margin"))
+    square = run.accuracy(run.run(Square(run.eps, queries), run.predict))
+    by_gradient = min([pgd, *(found[f"accuracy_{name}"] for name in names if name != "square")])
+    result = {
+        "accuracy_square": square,
+        "accuracy_strongest": min(by_gradient, more, margin, square),
+        "masking_gradient_free": by_gradient - square,
+        "masking_steps": pgd - more,
+        "masking_loss": pgd - margin,
+        "masking_zero_gradients": _zero_gradients(run),
+        "masking_unbounded": run.accuracy(run.attacked("pgd", eps=1.0)),
+    }
+    if "fgsm" in names:
+        result["masking_single_step"] = pgd - found["accuracy_fgsm"]
+        result["masking_fgsm"] = found["accuracy_fgsm"] - result["accuracy_strongest"]
+    transfers = [found[f"accuracy_{n}"] - t for n in names if (t := found.get(f"accuracy_transfer_{n}")) is not None]
+    if transfers:
+        result["masking_transfer"] = max(transfers)
+    rises = [float(curve.diff().max()) for name, curve in curves.items() if name not in ("eps", "fgsm")]
+    if rises:  # one step overshoots when it is large, and that says nothing
+        result["masking_rises"] = max(0.0, *rises)
+    return result | {"masking_signs": float(sum(bad for bad, _ in explain(result)))}
+
+
+def _zero_gradients(run: _Measure) -> float:
+    """Share of the images whose loss has no slope at all."""
+    parts = zip(run.images.split(run.batch_size), run.labels.split(run.batch_size), strict=True)
+    flat = [(gradients(run.predict, *part)[0].flatten(1) == 0).all(1) for part in parts]
+    return float(torch.cat(flat).double().mean())
+
+
+def _deepfool(run: _Measure, count: int, artefacts: dict[str, Tensor]) -> dict[str, float]:
+    """Medians of the smallest changes of images that are classified rightly, in two norms; all of them are kept."""
+    images, labels = run.images[:count], run.labels[:count]
+    right = run.classes(images) == labels
+    images, labels = images[right], labels[right]
+    if not len(images):
+        return {}
+    # A copy of an image for each class is in memory.
+    size = max(1, run.batch_size // 5)
+    changed = attacked(DeepFool(), run.predict, images, labels, batch_size=size, seed=run.seed)
+    result = {}
+    norms: tuple[Literal["l2", "linf"], ...] = ("l2", "linf")
+    for norm in norms:
+        sizes = lengths(changed - images, norm).flatten().sort().values
+        artefacts[f"attacks/deepfool_{norm}"] = sizes.float().cpu()
+        result[f"deepfool_{norm}"] = float(sizes.median())
+    return result
+
+
+@torch.no_grad()
+def _keep(
+    outputs: Outputs,
+    run: _Measure,
+    curves: Mapping[str, Tensor],
+    adversarial: Mapping[str, Tensor],
+    found: Mapping[str, float],
+) -> None:
+    """Leave for pictures: curves, checks, features and a few images, natural and under the strongest attack."""
+    kept = {f"curve_{name}": curve for name, curve in curves.items()}
+    kept["checks"] = torch.tensor([found.get(name, math.nan) for name in CHECKS], dtype=torch.float64)
+    for name in adversarial:
+        if (value := found.get(f"accuracy_transfer_{name}")) is not None:
+            kept[f"transfer_{name}"] = torch.tensor([run.eps, value])
+    if adversarial:
+        strongest = min(adversarial, key=lambda name: found[f"accuracy_{name}"])
+        changed, part = adversarial[strongest], slice(0, DRAWN)
+        natural_classes, classes = run.classes(run.images), run.classes(changed)
+        if outputs.features_of is not None:
+            kept["natural"] = _features(outputs.features_of, run.images[part], run.batch_size)
+            kept["adversarial"] = _features(outputs.features_of, changed[part], run.batch_size)
+            kept["labels"], kept["fooled"] = run.labels[part], (classes != run.labels)[part]
+        # First those that were right and are not any more.
+        order = ((natural_classes == run.labels).int() + (classes != run.labels).int()).argsort(descending=True)
+        shown = order[:SHOWN]
+        kept["images"] = torch.stack([run.images[shown], changed[shown]]).mul(255).round().byte()
+        kept["classes"] = torch.stack([natural_classes[shown], classes[shown]])
+    if outputs.data is not None:
+        kept["names"] = torch.frombuffer(bytearray("\n".join(outputs.data.class_names).encode()), dtype=torch.uint8)
+    outputs.artefacts.update({f"attacks/{name}": value.cpu().contiguous() for name, value in kept.items()})
+
+
+def _features(features_of: Predict, images: Tensor, batch_size: int) -> Tensor:
+    return torch.cat([features_of(part) for part in images.split(batch_size)]).float()
+
+
+@contextmanager
+def source_predict(source: str | Path, outputs: Outputs) -> Iterator[Predict]:
+    """The function from images to logits of another run's last checkpoint.
+
+    Args:
+        source: Folder of the run.
+        outputs: Of the model that will be tested, which says what the images are and where.
+    """
+    from hypersphere.train import RunFolder, Trainer  # noqa: PLC0415 (the trainer needs evaluations)
+
+    folder = RunFolder.open(Path(source))
+    device = outputs.labels.device
+    trainer = Trainer(folder.recipe(), folder, device, data_root=folder.data_root())
+    trainer.load_weights()
+    if outputs.data is not None:
+        mine, its = ((d.train.shape, d.class_names) for d in (outputs.data, trainer.data))
+        if mine != its:
+            raise ArgumentError("source", f"must be a run on the same images and classes, got {trainer.data.name!r}")
+    with trainer._averaged():
+        yield _required(trainer.outputs().predict)
