@@ -32,7 +32,7 @@ from hypersphere.geometry import arccos, at_least_float32, full_precision, norma
 
 Kind = Literal["cosine", "angle", "euclidean"]
 KINDS: tuple[str, ...] = ("cosine", "angle", "euclidean")
-MEMORY = 2**29
+MEMORY = 900 * 2**20
 """Default of ``memory``: bytes that a search may take beyond its arguments and its results."""
 
 _CPU_TILE = 2**23  # larger tiles of scores leave the cache, and the product itself gets slower
@@ -397,7 +397,7 @@ class Identification:
     Ranks are exact up to the number K of others that were kept; a rank beyond is K + 1.
 
     Intervals are percentiles of a bootstrap that draws whole identities of probes with replacement; for a rate of 0
-    or 1, of which every draw would say the same, Wilson's with one trial an identity.
+    or 1, of which every draw would say the same, Wilson's with one trial an identity that has a mate.
 
     Attributes:
         ids: ``(P,)`` identity of every probe.
@@ -506,7 +506,8 @@ class Identification:
 
         value = float(rate(np.ones((1, len(mated)), np.int64))[0])
         _, group = np.unique(self.ids, return_inverse=True)
-        return _bootstrap(value, group, lambda counts: rate(counts[:, group]), level, samples, seed)
+        trials = len(np.unique(group[mated]))
+        return _bootstrap(value, trials, group, lambda counts: rate(counts[:, group]), level, samples, seed)
 
     def threshold_at_far(self, far: float) -> float:
         r"""The :math:`(\lfloor f N\rfloor + 1)`-th largest of the N scores with others; accept above it.
@@ -614,7 +615,8 @@ class Identification:
         _, group = np.unique(self.ids, return_inverse=True)
         up, down = (np.bincount(group, x.double().numpy()) for x in (hits, rows))
         value = float(up.sum() / down.sum())
-        return _bootstrap(value, group, lambda counts: _ratio(counts @ up, counts @ down), level, samples, seed)
+        trials = int((down > 0).sum())
+        return _bootstrap(value, trials, group, lambda counts: _ratio(counts @ up, counts @ down), level, samples, seed)
 
 
 def _ratio(up: NDArray[Any], down: NDArray[Any]) -> NDArray[Any]:
@@ -624,6 +626,7 @@ def _ratio(up: NDArray[Any], down: NDArray[Any]) -> NDArray[Any]:
 
 def _bootstrap(
     value: float,
+    trials: int,
     group: NDArray[Any],
     statistic: Callable[[NDArray[Any]], NDArray[Any]],
     level: float,
@@ -632,14 +635,15 @@ def _bootstrap(
 ) -> Rate:
     """Percentile interval of ``statistic(counts)``, with counts ``(b, I)`` how often an identity was drawn.
 
-    Where nothing or everything is right, every draw says the same: Wilson's interval for I trials then.
+    Where nothing or everything is right, every draw says the same: Wilson's interval for as many trials as
+    identities take part in the share.
     """
     check_range("level", level, 0, 1)
     check_range("samples", samples, 1)
     generator = np.random.default_rng(seed)
     identities = int(group.max()) + 1
     if value in (0, 1):
-        return Rate(value, *wilson_interval(value * identities, identities, level))
+        return Rate(value, *wilson_interval(value * trials, trials, level))
     batch = max(1, 2**22 // len(group))
     draws = [
         statistic(generator.multinomial(identities, np.full(identities, 1 / identities), min(batch, samples - done)))
