@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -37,6 +41,7 @@ from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure
 from hypersphere.recipe import RecipeError
 from hypersphere.report.attacks_figures import CHECK_TITLES, attack_pictures
 from hypersphere.train import RunFolder, Trainer
+from hypersphere.train import trainer as trainer_module
 
 CPU = torch.device("cpu")
 BOUNDED = ("fgsm", "bim", "pgd", "square")
@@ -148,7 +153,9 @@ def test_of_two_linear_classes_the_margin_rises_by_the_dual_norm(kind, norm, dua
     before = losses_of(predict(images), labels, "margin")
     after = losses_of(predict(kind(eps=eps, norm=norm)(predict, images, labels)), labels, "margin")
     rise = eps * torch.linalg.vector_norm(weight[0] - weight[1], dual)
-    torch.testing.assert_close(after - before, rise.expand(20), rtol=1e-6, atol=0)
+    # In the ball, steps from a random place only come close to the end of its axis.
+    close = 1e-3 if kind is PGD and norm == "l2" else 1e-6
+    torch.testing.assert_close(after - before, rise.expand(20), rtol=close, atol=0)
 
 
 @pytest.mark.parametrize(("norm", "dual"), [("linf", 1), ("l2", 2)])
@@ -203,7 +210,7 @@ def deepfool_of_one(model, image, steps, overshoot=0.02):
         best = (math.inf, None)
         for k, slope in enumerate(slopes):
             if k != own:
-                w, f = slope - slopes[own], abs(float(logits[k] - logits[own])) + 1e-5
+                w, f = slope - slopes[own], abs((logits[k] - logits[own]).item()) + 1e-5
                 best = min(best, (f / float(w.norm()), f / float(w.norm()) ** 2 * w), key=lambda pair: pair[0])
         total = total + best[1]
         x = (image + (1 + overshoot) * total).clamp(0, 1)
@@ -242,7 +249,7 @@ def test_the_square_attack_keeps_what_helps_and_nothing_else():
     stripes = torch.rand(5, 1, 1, 4, generator=draws)
     best = []
     for image, label, row in zip(images, labels.tolist(), stripes, strict=True):
-        striped = (image + torch.where(row < 0.5, -eps, eps)).clamp(0, 1)
+        striped = (image + eps * torch.where(row < 0.5, -1, 1).double()).clamp(0, 1)
         best.append(max([image, striped], key=lambda x, label=label: margin(x, label)))
     for step in range(30):
         side = round((0.8 * 16 / (1 if step < 10 else 2)) ** 0.5)
@@ -301,7 +308,7 @@ def test_deepfool_finds_changes_as_small_as_those_of_foolbox(foolbox):
 def test_any_attack_of_foolbox_by_name(foolbox):
     model = network()
     images, labels = samples(model, 10)
-    options = {"binary_search_steps": 3, "steps": 60, "stepsize": 0.05}
+    options = {"binary_search_steps": 5, "steps": 80, "stepsize": 0.05, "initial_const": 1.0}
     found = create("foolbox", attack="L2CarliniWagnerAttack", options=options)(model, images, labels)
     assert accuracy(model, found, labels) == 0 and found.min() >= 0 and found.max() <= 1
     # It minimises the change, DeepFool only goes to the nearest boundary of a linear model.
@@ -363,7 +370,7 @@ def test_the_last_step_alone_can_make_a_model_look_better():
 
     images, labels = torch.full((1, 1), 0.25), torch.tensor([0])
     plain = [BIM(eps=0.5, step=0.2, steps=s, keep=False)(predict, images, labels) for s in (1, 2, 3)]
-    assert [accuracy(predict, x, labels) for x in plain] == [0, 1, 0] or len({float(x) for x in plain}) > 1
+    assert [accuracy(predict, x, labels) for x in plain] == [0, 1, 0]
     kept = [BIM(eps=0.5, step=0.2, steps=s)(predict, images, labels) for s in (1, 2, 3, 4)]
     assert [accuracy(predict, x, labels) for x in kept] == [0, 0, 0, 0]
 
@@ -508,6 +515,18 @@ def test_mistakes_are_told():
             create("pgd", **options)
 
 
+@pytest.mark.parametrize("name", [*BOUNDED, "deepfool"])
+def test_the_memory_format_does_not_matter(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 4)).eval()
+    images, labels = samples(model, 6, (3, 5, 5))
+    expected = small(name)(model, images, labels, torch.Generator().manual_seed(0))
+    model = model.to(memory_format=torch.channels_last)
+    images = images.contiguous(memory_format=torch.channels_last)
+    found = small(name)(model, images, labels, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found, expected)
+
+
 def test_single_class_has_nothing_to_attack():
     images, labels = torch.rand(3, 2), torch.zeros(3, dtype=torch.long)
     for name in (*BOUNDED, "deepfool"):
@@ -577,7 +596,7 @@ def test_recipes_of_adversarial_training():
     plan = recipe.load("digits-robust-fgsm")
     assert plan.adversary.share == 0.5 and plan.adversary.options["eps"] == 0.15
     assert plan.hash != plain.hash != recipe.load("digits-robust", ["seed=1"]).hash
-    assert recipe.check(plan.model_dump(mode="json")) == plan
+    assert recipe.check(plan.model_dump(mode="json")).hash == plan.hash
     changed = recipe.load("digits-robust-fgsm", ["adversary.name=pgd"])
     assert changed.adversary.share == 0.5 and changed.adversary.options["eps"] == 8 / 255  # another's are not inherited
     with pytest.raises(RecipeError, match=r"adversary.name must be an attack of this library's own for training"):
@@ -605,6 +624,24 @@ def fit(folder, name, *overrides):
     plan = recipe.load(name, ["train.tensorboard=false", *overrides])
     trainer = Trainer(plan, RunFolder.create(folder, plan, CPU), CPU)
     return trainer, trainer.fit()
+
+
+@pytest.mark.parametrize("name", ["cifar10-robust", "cifar10-robust-dc", "cifar10-robust-fgsm", "mnist-robust-2d"])
+def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
+    channels, side = (1, 28) if name.startswith("mnist") else (3, 32)
+    draw = torch.Generator().manual_seed(0)
+    split = TensorSplit(
+        torch.randint(256, (8, channels, side, side), generator=draw, dtype=torch.uint8), torch.arange(8) % 10
+    )
+    data = Dataset("noise", tuple(map(str, range(10))), split, split)
+    monkeypatch.setattr(trainer_module, "load_data", lambda *args, **options: data)
+    options = [f"evaluate.metrics.2.{k}" for k in ("steps=2", "queries=2", "deepfool=2", "images=4", "strengths=[0.1]")]
+    options += ["train.steps=2", "model.widths=[4, 4, 4]", "data.batch_size=4"]
+    trainer, found = fit(tmp_path / name, name, *options)
+    assert {"accuracy_fgsm", "accuracy_bim", "accuracy_pgd", "masking_signs"} <= set(found)
+    rows = [row for row in trainer.run.rows() if row["split"] == "train"]
+    assert rows[-1]["step"] == 2
+    assert max(value for key, value in rows[-1].items() if key.startswith("grad_norm/model")) > 0
 
 
 def test_a_recipe_trains_on_attacks(tmp_path):
@@ -640,7 +677,7 @@ QUICK = {"name": "attacks", "images": 0, "queries": 60, "deepfool": 20, "steps":
 
 def clear():
     """A model with gradients that can be followed, and images that it gets right."""
-    model = network(4)
+    model = network()
     images, _ = samples(model, 120)
     labels = model((255 * images).round() / 255).argmax(1)
     return model, images, labels
@@ -650,8 +687,7 @@ def test_an_honest_model_shows_no_sign_of_masking():
     model, images, labels = clear()
     outputs = outputs_of(model, images, labels)
     found = measure(outputs, [QUICK])
-    assert found["accuracy_natural"] == 1 and found["masking_signs"] <= 1
-    assert all(found[f"masking_{name}"] <= 0.01 for name in ("gradient_free", "loss", "zero_gradients", "unbounded"))
+    assert found["accuracy_natural"] == 1 and found["masking_signs"] == 0
     assert found["accuracy_strongest"] <= found["accuracy_bim"] < found["accuracy_natural"]
     assert {name for name in found if name.startswith("masking_")} == {*CHECKS, "masking_signs"} - {"masking_transfer"}
     # Against the attack itself, on the very bytes.
@@ -669,7 +705,7 @@ def test_saturated_logits_are_found_out():
     model, images, labels = clear()
     found = measure(outputs_of(lambda x: 3000 * model(x), images, labels), [QUICK])
     honest = measure(outputs_of(model, images, labels), [QUICK])
-    assert found["masking_zero_gradients"] > 0.5 and found["masking_loss"] > 0.1 and found["masking_signs"] >= 3
+    assert found["masking_zero_gradients"] > 0.5 and found["masking_loss"] > 0.3 and found["masking_signs"] >= 3
     assert found["accuracy_fgsm"] > honest["accuracy_fgsm"] + 0.2  # it looks robust, ...
     assert found["accuracy_square"] == honest["accuracy_square"] < found["accuracy_fgsm"]  # ... and is not
 
@@ -803,9 +839,8 @@ def test_on_digits_fgsm_alone_flatters_bounded_operators(tmp_path):
     _, baseline = fit(tmp_path / "baseline", "digits-robust", *options)
     source, _ = fit(tmp_path / "source", "digits-robust", "seed=5", "evaluate.metrics=[classification]")
     options.append(f"evaluate.metrics.2.source={source.run.path}")
-    for operator in ("sphere", "ball", "tanh"):
-        own = [f"convert.name={operator}", *([] if operator == "sphere" else ["convert.mean_decay=0.99"])]
-        _, found = fit(tmp_path / operator, "digits-robust", *own, *options)
+    for own in (["convert.name=sphere"], ["convert.name=tanh", "convert.mean_decay=0.99"]):
+        _, found = fit(tmp_path / own[0], "digits-robust", *own, *options)
         assert found["accuracy_fgsm"] > baseline["accuracy_fgsm"] + 0.2
         assert abs(found["accuracy_bim"] - baseline["accuracy_bim"]) < 0.06
         assert found["accuracy_fgsm"] > found["accuracy_transfer_fgsm"]
@@ -820,3 +855,38 @@ def test_training_on_attacks_makes_digits_robust(tmp_path):
     assert hardened["accuracy"] > 0.9
     assert hardened["accuracy_pgd"] > natural["accuracy_pgd"] + 0.25
     assert hardened["accuracy_fgsm"] > natural["accuracy_fgsm"] + 0.3
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "robustness.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_of_the_page_prints_what_stands_there():
+    names: dict[str, object] = {}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for block in blocks("python"):
+            exec(compile(block, "docs/robustness.md", "exec"), names)
+    assert output.getvalue() == "".join(blocks("text"))
+
+
+def test_the_page_names_every_attack_check_and_recipe_and_no_other():
+    named = set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE))
+    assert named >= {*attacks, *CHECKS}
+    recipes = set(re.findall(r"`([a-z0-9]+-robust[a-z0-9-]*)", PAGE))
+    assert recipes == {file.stem for file in (ROOT / "src" / "hypersphere" / "recipes").glob("*-robust*.yaml")}
+    for name, check in CHECKS.items():
+        row = re.search(rf"^\| `{name}` .*$", PAGE, re.MULTILINE)[0]
+        assert f"above {check.sign:g}" in row
+    for block in blocks("yaml"):
+        content = yaml.safe_load(block)
+        for part in content.get("evaluate", {}).get("metrics", []):
+            if isinstance(part, dict):
+                part.pop("source")
+        recipe.check({"data": {"name": "digits"}, **content})

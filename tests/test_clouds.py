@@ -788,3 +788,58 @@ def test_colours_are_relative_to_the_loudest_points():
     assert strength(values).tolist()[0] == 0 and strength(values)[3] == 1
     np.testing.assert_allclose(strength(values), strength(1e-9 * values))
     assert strength(np.zeros(4)).tolist() == [0.0] * 4
+
+
+def test_the_page_about_clouds_says_what_its_code_prints(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "clouds.md").read_text(encoding="utf-8")
+    code, printed = page.split("```python\n")[1].split("```")[0], page.split("```text\n")[1].split("```")[0]
+    exec(compile(code, "docs/clouds.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+    for word in ("817,512", "3.47 million", "1.47 million"):
+        assert word in page
+    assert PARAMETERS["pointnet"] + 257 * 40 == 817_512
+    assert f"{(PARAMETERS['tnet'] + 257 * 40) / 1e6:.2f}" == "3.47"
+    assert f"{(PARAMETERS['pointnet2'] + 257 * 40) / 1e6:.2f}" == "1.47"
+
+
+# ----------------------------------------------------------------------------------------------- on a CUDA device
+
+
+def on_cuda(test):
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["pointnet", "pointnet2"])
+def test_networks_do_not_wait_for_the_device_and_agree_with_the_cpu(name):
+    cloud = unit_ball(torch.randn(8, 3, 512))
+    on_device = cloud.cuda()
+    assert torch.equal(farthest_points(on_device, 128).cpu(), farthest_points(cloud, 128))
+    balls = ball_query(on_device[:, :, :64], on_device, 0.4, 32)
+    assert torch.equal(balls.cpu(), ball_query(cloud[:, :, :64], cloud, 0.4, 32))
+    model = random_statistics(create(name, (3, 512)))
+    expected = model(cloud)
+    model.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = model(on_device)
+        found.sum().backward()
+        source = torch.Generator("cuda").manual_seed(0)
+        change_clouds(on_device, source, **EVERYTHING)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["shapes-pointnet", "shapes-pointnet-tnet", "shapes-pointnet2"])
+def test_a_captured_step_does_what_the_plain_one_does(tmp_path, name):
+    rows = {}
+    for capture in ("true", "false"):
+        more = ["train.steps=12", f"train.capture={capture}", "data.augment.shuffle=true", "data.augment.tilt=0.06"]
+        plan = recipe.load(name, [*TINY, *more])
+        run = RunFolder.create(tmp_path / capture, plan, torch.device("cuda", 0))
+        Trainer(plan, run, torch.device("cuda", 0)).fit()
+        rows[capture] = [row["total"] for row in run.rows() if row["split"] == "train"]
+    assert rows["true"] == pytest.approx(rows["false"], rel=1e-2)

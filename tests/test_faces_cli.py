@@ -19,6 +19,7 @@ import typer
 from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
+from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
 from hypersphere import cli, faces_cli, recipe
@@ -37,7 +38,7 @@ from hypersphere.evaluate import (
     ytf10,
 )
 from hypersphere.models import create
-from hypersphere.train import RunError, RunFolder
+from hypersphere.train import RunError, RunFolder, Trainer
 from hypersphere.train.batches import Preprocess
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,6 +253,39 @@ def test_moving_averages_are_the_weights_where_a_run_has_them(tmp_path, faces):
     assert plain.fingerprint != averaged.fingerprint
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train": {"ema": 0.5}},
+        {"convert": {"name": "tanh"}},
+        {"orthogonal": {"name": "cayley"}},
+        {"data": {"normalise": "pixel"}},
+    ],
+    ids=["plain", "averages", "decoupled", "rotations", "mean-image"],
+)
+def test_a_trained_run_has_the_features_of_its_trainer(faces, tmp_path, changes):
+    data = {"name": "image-folder", "path": str(faces), "size": [HEIGHT, WIDTH], "batch_size": 8}
+    train = {"steps": 3, "tensorboard": False} | changes.get("train", {})
+    plan = recipe.check(
+        {
+            "model": MODEL,
+            "loss": {"name": "cosface"},
+            "evaluate": {"metrics": ["classification"]},
+            "optimiser": {"lr": 0.001},
+        }
+        | changes
+        | {"data": data | changes.get("data", {}), "train": train}
+    )
+    run = RunFolder.create(tmp_path / "run", plan, torch.device("cpu"))
+    trainer = Trainer(plan, run, torch.device("cpu"))
+    trainer.fit()
+    found = Embedder(run.path, flip="none")(trainer.data.test.files)
+    expected = trainer.outputs().features
+    assert float(expected.std(0).max()) > 1e-4  # or anything would do
+    torch.testing.assert_close(found.features, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_run_on_grey_images_sees_their_luminance(tmp_path):
     run = write_run(tmp_path / "run", data={"name": "digits", "normalise": "none"})
     embedder = Embedder(run, flip="none")
@@ -430,6 +464,7 @@ def test_verify_messages(start, run, faces, tmp_path):
         (("verify", run, pairs, "--images", faces, "--variant", "best"), "variant must be one of"),
         (("verify", run, pairs, "--images", faces, "--flip", "twice"), "flip must be one of"),
         (("verify", run, pairs, "--images", faces, "--fars", "a"), "fars must be numbers"),
+        (("verify", run, pairs, "--images", faces, "--target-far", 0), "target_far must be greater than 0"),
         (("verify", run, pairs, "--images", faces, "--size", "12"), "size must be HEIGHTxWIDTH"),
         (("verify", tmp_path, pairs, "--images", faces), "is not a run folder"),
         (("verify", run, faces / "ann"), "must hold images of two people"),
@@ -483,6 +518,18 @@ def test_identify_known_people_and_refuse_others(start, run, tmp_path):
     closed = start("identify", run, "--gallery", known, "--probes", known, "--average")
     assert closed.code == 0 and "DIR" not in closed.out and "nobody to refuse" in closed.out
     assert "against 4 entries" in closed.out
+
+
+def test_strangers_do_not_narrow_the_interval_of_the_others(start, run, tmp_path):
+    """Where all 4 known people are found, the interval is that of 4 trials, however many strangers there are."""
+    known = write_people(tmp_path / "known", PEOPLE[:4], each=1, noise=0)
+    probes = write_people(tmp_path / "probes", PEOPLE, each=1, noise=0)
+    arguments = ("--gallery", known, "--probes", probes, "--ranks", 1, "--fpirs", 1, "-o", tmp_path / "found.json")
+    assert start("identify", run, *arguments).code == 0
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    lowest = 4 / (4 + norm.ppf(0.975) ** 2)  # Wilson's bound for 4 of 4
+    assert found["rank 1"] == {"value": 1.0, "low": pytest.approx(lowest), "high": 1.0}
+    assert found["DIR at FPIR 1"] == {"value": 1.0, "low": pytest.approx(lowest), "high": 1.0}
 
 
 def test_identify_messages(start, run, faces, tmp_path):

@@ -20,7 +20,7 @@ from PIL import Image
 from scipy import stats
 from torch import nn
 
-from hypersphere import recipe
+from hypersphere import losses, recipe
 from hypersphere.data import DataError, FolderSplit, TensorSplit, inventory, load
 from hypersphere.data import few_shot as data_module
 from hypersphere.data.few_shot import FewShotDataset, divide
@@ -715,6 +715,16 @@ def test_there_are_recipes_for_both_baselines_and_both_with_rotations():
         wanted = "baseline" if plan.loss.name == "softmax" else "baseline++"
         assert episodes.options["classifier"] == wanted, name
         assert (plan.orthogonal is not None) == ("-opt" in name), name
+
+
+def test_free_norms_of_class_weights_make_up_for_a_small_scale():
+    head = losses.create("margin-softmax", 64, 64, s=2, unit_weights=False)  # a warning here would be an error
+    with torch.no_grad():
+        head.weight.copy_(6 * torch.eye(64))
+        probabilities = head.logits(0.1 * torch.eye(64)).softmax(1).diagonal()
+    torch.testing.assert_close(probabilities, torch.full((64,), math.exp(12) / (math.exp(12) + 63)))
+    with pytest.warns(UserWarning, match="s = 2 cannot give a class of 64 more than"):
+        losses.create("s-softmax", 64, 64, s=2)
 
 
 def test_the_shown_metrics_are_those_of_the_recipes():

@@ -389,7 +389,7 @@ class DeepFool(Attack):
             copies = images.detach().repeat_interleave(count, 0).requires_grad_()
             scores = at_least_float32(predict(copies).gather(1, candidates.reshape(-1, 1)).squeeze(1))
             (slopes,) = torch.autograd.grad(scores.sum(), copies)
-        slopes = slopes.nan_to_num(nan=0.0).view(size, count, -1)
+        slopes = slopes.nan_to_num(nan=0.0).reshape(size, count, -1)
         scores = scores.detach().view(size, count)
         slopes, gaps = slopes[:, 1:] - slopes[:, :1], (scores[:, 1:] - scores[:, :1]).abs() + 1e-5
         steepness = torch.linalg.vector_norm(slopes, 2 if self.norm == "l2" else 1, dim=2)
@@ -398,7 +398,7 @@ class DeepFool(Attack):
         slope = slopes.take_along_dim(nearest.unsqueeze(2), 1).squeeze(1)
         distance = distances.gather(1, nearest)
         step = slope / steepness.gather(1, nearest).clamp(min=TINY) if self.norm == "l2" else slope.sign()
-        return (distance * step).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).view(images.shape)
+        return (distance * step).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).reshape(images.shape)
 
 
 # ------------------------------------------------------------------------------------------------ without gradients
@@ -445,11 +445,11 @@ class Square(Attack):
             return torch.rand(size, *sides, generator=generator, device=images.device)
 
         def signs(*sides: int) -> Tensor:
-            return torch.where(draw(*sides) < 0.5, -self.eps, self.eps).to(images.dtype)
+            return self.eps * (1 - 2 * (draw(*sides) < 0.5).to(images.dtype))
 
         def offer(changed: Tensor) -> None:
             changed = _within(changed, maps, self.eps, "linf")
-            logits = predict(changed.view(shape))
+            logits = predict(changed.reshape(shape))
             best.offer(changed, losses_of(logits, labels, "margin"), logits.argmax(1) != labels)
 
         best = _Best(maps)
@@ -465,7 +465,7 @@ class Square(Attack):
             left = (corner[:, 1] * (width - wide + 1)).long()
             inside = (rows >= top) & (rows < top + tall) & (columns >= left) & (columns < left + wide)
             offer(torch.where(inside, maps + signs(channels, 1, 1), best.images))
-        return best.images.view(shape)
+        return best.images.reshape(shape)
 
 
 @attacks.register("foolbox")

@@ -85,7 +85,9 @@ Size = Annotated[
     str | None, typer.Option(metavar="HxW", help="size of the network's images (default: as it was trained)")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-BatchSize = Annotated[int, typer.Option(help="images that go through the network at a time")]
+BatchSize = Annotated[
+    int | None, typer.Option(help="images that go through the network at a time (default: 8, or 256 on a GPU)")
+]
 Workers = Annotated[int, typer.Option(help="threads that decode images")]
 Results = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the results")]
 GalleryFile = Annotated[Path, typer.Argument(metavar="GALLERY", help="file of the gallery, NAME.safetensors")]
@@ -101,7 +103,7 @@ class _Settings(NamedTuple):
     flip: str
     size: str | None
     device: str
-    batch_size: int
+    batch_size: int | None
     workers: int
 
     def embedder(self, run: Path) -> Embedder:
@@ -199,7 +201,7 @@ def embed(
     flip: FlipOption = "add",
     size: Size = None,
     device: Device = "auto",
-    batch_size: BatchSize = 64,
+    batch_size: BatchSize = None,
     workers: Workers = 4,
 ) -> None:
     """Write the features of images to a file, with their names and people."""
@@ -249,13 +251,15 @@ def verify(
     flip: FlipOption = "add",
     size: Size = None,
     device: Device = "auto",
-    batch_size: BatchSize = 64,
+    batch_size: BatchSize = None,
     workers: Workers = 4,
 ) -> None:
     """Judge pairs of images, same person or not: accuracy, error rates and a calibrated threshold, with intervals."""
     check_choice("score", score, KINDS)
     check_choice("variant", variant, VARIANTS)
     rates = _numbers("fars", fars)
+    _numbers("target_far", str(target_far))  # now, and not after all images went through the network
+    check_range("samples", samples, 2)
     settings = _Settings(landmarks, flip, size, device, batch_size, workers)
     listed, found, places = _pairs(pairs, images, most_pairs)
     embedder = settings.embedder(run)
@@ -421,7 +425,7 @@ def identify(
     flip: FlipOption = "add",
     size: Size = None,
     device: Device = "auto",
-    batch_size: BatchSize = 64,
+    batch_size: BatchSize = None,
     workers: Workers = 4,
 ) -> None:
     """Look for probes among known people: how often the right one is first, and whether unknown people are refused."""
@@ -521,7 +525,7 @@ def gallery_add(
     ] = None,
     size: Size = None,
     device: Device = "auto",
-    batch_size: BatchSize = 64,
+    batch_size: BatchSize = None,
     workers: Workers = 4,
 ) -> None:
     """Add people to a gallery, which is made where it is not there."""
@@ -592,7 +596,7 @@ def gallery_search(
     landmarks: Landmarks = None,
     size: Size = None,
     device: Device = "auto",
-    batch_size: BatchSize = 64,
+    batch_size: BatchSize = None,
     workers: Workers = 4,
 ) -> None:
     """Say who is on images: a name where the score is above the threshold, else unknown."""
@@ -629,10 +633,10 @@ def gallery_search(
                 "nearest": [match._asdict() for match in matches],
             }
         )
-        near = ", ".join(f"{match.name} {match.score:.4f}" for match in matches)
+        near = ", ".join(f"{match.name} {match.score:.4f}" for match in matches) if top > 1 or not known else ""
         who = f"[bold green]{escape(str(best.name))}[/]" if known else "[yellow]unknown[/]"
         grid.add_row(escape(str(photo.file)), who, f"{best.score:.4f}", escape(near))
-    console.print(grid)
+    console.print(grid, width=None if console.is_terminal else 240)  # lines that other programs can read
     _print(f"known above a cosine of {line:.4f}" + (f" (FAR {calibration.target_far:g})" if calibration else ""))
     if output is not None:
         _write_json(output, {"threshold": line, "images": rows, "skipped": [str(one) for one in made.skipped]})

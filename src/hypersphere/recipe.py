@@ -241,10 +241,10 @@ class Optimiser(_Section):
     nesterov: bool = Field(False, description="sgd only")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(5e-4, ge=0)
-    decay: Literal["all", "weights", "model"] = Field(
+    decay: Literal["all", "weights"] = Field(
         "all",
-        description="'weights' spares biases and normalisation, 'model' spares the head; decoupled kernels whose norm "
-        "does not count, radii and k are spared in any case",
+        description="'weights' spares biases and normalisation; decoupled kernels whose norm does not count, radii and "
+        "k are spared in any case",
     )
     head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
     rules: tuple[Rule, ...] = Field((), description="other rates and decays of parameters by name")

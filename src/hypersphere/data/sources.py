@@ -225,7 +225,10 @@ def inventory(root: Path | None, *, verify: bool) -> list[Status]:
         >>> [(row.name, row.state) for row in inventory(Path("nowhere"), verify=False)][:2]
         [('celeba-subset', 'missing'), ('cifar10', 'missing')]
     """
-    rows = [Status("digits", "embedded", None, "comes with scikit-learn")]
+    rows = [
+        Status("digits", "embedded", None, "comes with scikit-learn"),
+        Status("shapes", "embedded", None, "drawn from a seed"),
+    ]
     rows += [_status(source, root, verify=verify) for source in sources.values()]
     return sorted(rows, key=lambda row: row.name)
 

@@ -30,7 +30,7 @@ SHOWN = 8
 """Images that are kept for a picture."""
 DRAWN = 1000
 """Most features that are kept for a picture."""
-TOLERANCE = 0.01
+TOLERANCE = 0.02
 """Differences of accuracies up to this are taken for noise."""
 
 
@@ -76,8 +76,8 @@ CHECKS: dict[str, Check] = {
         f"{MORE} times the steps take {{}} points more: there were too few to believe the accuracy",
     ),
     "masking_loss": Check(
-        TOLERANCE,
-        "climbing the margin of the logits is no stronger than climbing the cross-entropy ({} points)",
+        0.05,  # the margin is a little stronger with any model
+        "climbing the margin of the logits is hardly stronger than climbing the cross-entropy ({} points)",
         "climbing the margin of the logits is stronger than climbing the cross-entropy, by {} points: the latter is "
         "saturated",
     ),

@@ -285,7 +285,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
 
     def _scale_warning(self) -> str | None:
         """What to tell a user whose scale is too small to be of use."""
-        if self.s is None or not self.softmax_scale:
+        if self.s is None or not self.softmax_scale or not self.unit_weights:  # free norms are factors on the scale
             return None
         best = reachable_probability(self.classes, self.s)
         if best >= LEAST_PROBABILITY:

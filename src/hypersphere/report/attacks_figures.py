@@ -187,10 +187,10 @@ def _images(images: Any, classes: Any, names: list[str]) -> Picture:
     )
     trace = {"type": "image", "colormodel": "rgb", "z": picture.tolist(), "hoverinfo": "skip"}
     caption = (
-        "Above the images as they are, below them under the strongest of the attacks, then the change, whose largest, "
-        f"{largest:.0f} of 255, is black or white; below what the model takes them for, before and after."
+        "The images as they are, under the strongest of the attacks, and the change, whose largest, "
+        f"{largest:.0f} of 255, is black or white; below, what the model takes them for before and after."
     )
-    return Picture("images before and after", {"data": [trace], "layout": layout}, caption, "sphere")
+    return Picture("images before and after", {"data": [trace], "layout": layout}, caption, "curve")
 
 
 def _deepfool(found: Mapping[str, Any]) -> Picture:
@@ -208,7 +208,7 @@ def _deepfool(found: Mapping[str, Any]) -> Picture:
         xaxis={"title": {"text": "images, sorted"}, "automargin": True, "ticksuffix": " %"},
         yaxis={"title": {"text": "l2"}, "automargin": True, "rangemode": "tozero", "nticks": 6},
         yaxis2={"title": {"text": "l-inf"}, "automargin": True, "rangemode": "tozero", "nticks": 6}
-        | {"overlaying": "y", "side": "right", "showgrid": False},
+        | {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto"},
         hovermode="closest",
         legend=_legend(y=1.02, yanchor="bottom"),
     )

@@ -46,7 +46,7 @@ def cloud_pictures(artefacts: Artefacts) -> list[Picture]:
         {"type": "scatter", "mode": "markers", "hoverinfo": "skip", "showlegend": False}
         | {"x": numbers(np.concatenate(across)), "y": numbers(np.concatenate(up))}
         | {
-            "marker": {"size": 3, "color": numbers(np.concatenate(colours), 2), "colorscale": scale}
+            "marker": {"size": 4, "color": numbers(np.concatenate(colours), 2), "colorscale": scale}
             | {"cmin": -1, "cmax": 1, "showscale": True, "colorbar": bar | ticks}
         }
     )

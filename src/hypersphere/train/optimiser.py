@@ -74,8 +74,7 @@ def parameter_groups(
         for suffix, parameters in members.items():
             if parameters:
                 turned, rule = suffix in ("-rotations", "-matrices"), rules.get(suffix)
-                spared = suffix or (name == "head" and recipe.decay == "model")
-                decay = rotation_decay if suffix == "-rotations" else 0.0 if spared else recipe.weight_decay
+                decay = rotation_decay if suffix == "-rotations" else 0.0 if suffix else recipe.weight_decay
                 base = recipe.lr * factor * (rotation_lr if turned else 1.0)
                 if rule is not None:
                     base *= rule.lr

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hypersphere.attacks import AdversarialBatch, evaluating
 from hypersphere.energy import Regulariser, Selection, select
 from hypersphere.energy.layers import neurons
 from hypersphere.errors import ArgumentError
@@ -118,6 +119,7 @@ class Step:
         clip_norm: Largest norm of the whole gradient.
         averages: Moving average of every parameter, by position, and its decay.
         channels_last: Memory format of the images.
+        adversary: Attack on the training images.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Step:
         clip_norm: float | None = None,
         averages: tuple[Sequence[Tensor], float] | None = None,
         channels_last: bool = False,
+        adversary: AdversarialBatch | None = None,
     ) -> None:
         self.device = preprocess.mean.device
         self.objective, self.forward, self.preprocess = objective, forward, preprocess
@@ -144,7 +147,7 @@ class Step:
         if self.scaler.is_enabled():
             self.scaler.scale(torch.zeros((), device=self.device))  # creates its state, which checkpoints need
         self.batch_size, self.share, self.world, self.seed = batch_size, world.share(batch_size), world, seed
-        self.clip_norm, self.averages = clip_norm, averages
+        self.clip_norm, self.averages, self.adversary = clip_norm, averages, adversary
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.generator = torch.Generator(self.device)
         self.groups = [str(group["name"]) for group in optimiser.param_groups]
@@ -180,6 +183,9 @@ class Step:
         ):
             # Before the forward pass that may be compiled: maps are a few large operations with state of their own.
             self.objective.together.compute()
+            if self.adversary is not None:
+                with evaluating(self.objective.model, self.objective.head):
+                    images = self.adversary(self._logits, images, labels, self.generator)
             terms = self.forward(images, labels)
         self.scaler.scale(terms.sum()).backward()
         self.objective.together.forget()
@@ -194,6 +200,11 @@ class Step:
             torch._foreach_lerp_(list(averages), [p.detach() for p in averaged], 1 - decay)
         weights = [[p.detach() for p in group["params"]] for group in self.optimiser.param_groups]
         self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([self._norm(group) for group in weights])]))
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """Scores of images, for attacks."""
+        scores: Tensor = self.objective.head.logits(self.objective.model(images))  # type: ignore[operator]
+        return scores
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norm of all of them; of none, as in a head that trains no weights, 0 on the step's device."""

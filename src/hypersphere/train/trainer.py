@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere import orthogonal
+from hypersphere.attacks import AdversarialBatch, attacks
 from hypersphere.data import Dataset, Split
 from hypersphere.data import load as load_data
 from hypersphere.energy import MHE, Regulariser, energies, select
@@ -242,7 +243,16 @@ class Trainer:
             clip_norm=train.clip_norm,
             averages=None if self._averages is None or train.ema is None else (self._averages, train.ema),
             channels_last=train.channels_last,
+            adversary=self._adversary(),
         )
+
+    def _adversary(self) -> AdversarialBatch | None:
+        part = self.recipe.adversary
+        if part is None:
+            return None
+        if not self.data.train.bytes:
+            raise RecipeError(f"adversary must be left out for {self.recipe.data.name!r}, whose samples are no images")
+        return AdversarialBatch(self.recipe.build(attacks, ("adversary",)), part.share, self.preprocess)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*self.model.parameters(), *self.head.parameters()]
