@@ -2,13 +2,10 @@
 
 import copy
 import gc
-import importlib.util
 import io
 import itertools
 import math
 import pickle
-import sys
-import types
 import weakref
 
 import pytest
@@ -29,7 +26,6 @@ from hypersphere.nn import (
     DecoupledConvTranspose2d,
     DecoupledConvTranspose3d,
     DecoupledLinear,
-    fused,
 )
 
 OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
@@ -1446,120 +1442,6 @@ def test_compiled_layers(kind, name, g, weighting):
             answers.append((out, *grads, *layer.buffers()))
         for a, b in zip(*answers, strict=True):
             torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("eps", [0.0, 1e-4])
-@pytest.mark.parametrize("name", RADIAL)
-def test_relative_slopes_give_the_same_gradients(monkeypatch, name, eps, dtype, close):
-    for groups, reach in itertools.product((1, 2), (0.1, 1.0, 10.0)):
-        layer = DecoupledConv2d(4, 6, 3, padding=1, groups=groups, operator=name, eps=eps)
-        layer.set_radius(torch.linspace(0.3, 1.7, 6) * reach)
-        x = torch.randn(4, 4, 6, 6)
-        x[0], x[2, :, :3] = 0, 0
-        x[1] *= 1e-9
-        answers = []
-        for flag, kind in ((False, torch.float64), (True, dtype)):
-            monkeypatch.setattr(hs.nn.functional, "_RELATIVE_SLOPES", flag)
-            own, point = copy.deepcopy(layer).to(kind), x.to(kind).requires_grad_()
-            y = own(point)
-            weights = torch.linspace(-1, 2, y.numel()).view_as(y).to(y)
-            answers.append(torch.autograd.grad(y, (point, *own.parameters()), weights))
-        for a, b in zip(*answers, strict=True):
-            assert (b.double() - a).norm() <= close * a.norm()
-        assert not answers[1][0][0].any()
-
-
-# Like a kernel and unlike torch's own operations in place, these have no result.
-
-
-@torch.library.custom_op("hypersphere_tests::multiply", mutates_args={"x"})
-def multiply(x: torch.Tensor, factor: float) -> None:
-    x.mul_(factor)
-
-
-@torch.library.custom_op("hypersphere_tests::put", mutates_args={"x"})
-def put(x: torch.Tensor, values: torch.Tensor, factor: float = 1.0) -> None:
-    x.copy_(values * factor)
-
-
-class Launched:
-    """A GPU kernel of which only the arguments matter; it is launched like one, ``kernel[grid](...)``."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def __getitem__(self, grid):
-        return self.run
-
-
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """The code around the GPU kernels, on a CPU: kernels stay as they are, responses double, norms change nothing."""
-    names = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice")
-    stubs = {name: types.ModuleType(name) for name in names}
-    for name in names[1:]:
-        parent, _, child = name.rpartition(".")
-        setattr(stubs[parent], child, stubs[name])
-    stubs["triton"].jit = Launched
-    spec = importlib.util.spec_from_file_location("hypersphere.nn.launched", fused.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    with monkeypatch.context() as patch:
-        for name, stub in stubs.items():
-            patch.setitem(sys.modules, name, stub)
-        spec.loader.exec_module(module)
-
-    def respond_backward(d_y, y, energies, radius, k, d_z, d_energies, d_radius, d_k, *_, **__):
-        put(d_z, d_y, 2)
-        for result in (d_energies, d_radius, d_k):
-            put(result, torch.zeros(()))
-
-    runs = {
-        "direction": lambda w, out, inverse, *_, **__: (put(out, w), put(inverse, torch.ones(()))),
-        "direction_backward": lambda w, gradient, inverse, d_w, *_, **__: put(d_w, gradient),
-        "square_sums": lambda x, sums, *_, **__: put(sums, torch.ones(())),
-        "window": lambda sums, out, *_, **__: put(out, torch.ones(())),
-        "respond": lambda z, *_, **__: multiply(z, 2),
-        "respond_backward": respond_backward,
-        "add": lambda d_x, *_, **__: multiply(d_x, 3),
-    }
-    for name, run in runs.items():
-        monkeypatch.setattr(module, f"_{name}_kernel", Launched(run))
-    monkeypatch.setattr(module, "usable", lambda *_: True)
-    monkeypatch.setattr(module, "usable_for_kernels", lambda *_: True)
-    for user in (hs.nn.functional, hs.nn.modules):
-        monkeypatch.setattr(user, "fused", module)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own
-@pytest.mark.parametrize(
-    ("name", "memory_format"), [("sphere", torch.contiguous_format), ("tanh", torch.channels_last)]
-)
-def test_gpu_kernels_are_launched_from_one_graph(stand_ins, name, memory_format):
-    torch._dynamo.reset()
-    make = hs.nn.create(name)
-    net = nn.Sequential(
-        make(2, 3, 3, padding=1), make(3, 4, 2, stride=2), nn.Flatten(), hs.nn.create(name, "linear")(16, 5)
-    )
-    net = net.to(memory_format=memory_format)
-    x = torch.randint(-1, 2, (2, 2, 4, 4)).float().contiguous(memory_format=memory_format).requires_grad_()
-    with torch.no_grad():
-        for layer in (net[0], net[1], net[3]):
-            layer.weight.copy_(torch.eye(len(layer.weight), layer.weight[0].numel()).view_as(layer.weight))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
-        assert torch.is_autocast_enabled("cpu")
-    upstream = torch.randint(-1, 2, y.shape).to(y)
-    weights = [net[i].weight for i in (0, 1, 3)]
-    found = torch.autograd.grad(y, (x, *weights), upstream)
-    first = nn.functional.conv2d(x, weights[0], padding=1) * 2
-    second = nn.functional.conv2d(first, weights[1], stride=2) * 2
-    last = nn.functional.linear(second.flatten(1), weights[2]) * 2
-    assert torch.equal(y.float(), last)
-    expected = torch.autograd.grad(last, (x, *weights), upstream.float())
-    for a, b, times in zip(found, expected, (27, 9, 3, 1), strict=True):
-        assert b.any() and torch.equal(a, b * times)
 
 
 def test_exported_layer():

@@ -1,12 +1,10 @@
 """Decoupled layers on a GPU: the Triton passes against float64 on the CPU, layouts, precisions, capture, compile."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.utils import run_and_get_code
 
 import hypersphere as hs
 from hypersphere.nn import fused
@@ -162,47 +160,6 @@ def test_second_derivatives_take_the_torch_path():
 def test_compiled(operator, angular):
     layer, x = layer_and_input(operator, angular, kernel_size=3, padding=1)
     compare(layer, x, torch.float32, True, forward=lambda layer: torch.compile(layer, fullgraph=True))
-
-
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("operator", list(hs.nn.operators))
-def test_a_compiled_network_under_autocast(operator, last):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    conv = hs.nn.create(operator, angular="sigmoid", learn_k="filter") if last else hs.nn.create(operator)
-    model = nn.Sequential(
-        conv(3, 16, 3, padding=1),
-        nn.ReLU(),
-        conv(16, 24, 3, stride=2),
-        nn.ReLU(),
-        conv(24, 8, 1),
-        nn.Flatten(),
-        hs.nn.create(operator, "linear")(8 * 9, 10),
-    )
-    model = model.to("cuda", memory_format=torch.channels_last if last else torch.contiguous_format)
-    other = copy.deepcopy(model)
-    x = torch.randn(6, 3, 8, 8, device="cuda")
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
-    upstream = torch.randn(6, 10, device="cuda")
-
-    def step(forward, parameters):
-        point = x.clone().requires_grad_()
-        with torch.autocast("cuda", torch.bfloat16):
-            y = forward(point)
-        assert y.dtype == torch.bfloat16
-        return [y, *torch.autograd.grad(y, [point, *parameters], upstream.to(y))]
-
-    expected = step(model, model.parameters())
-    compiled = torch.compile(other, fullgraph=True, dynamic=False)
-    found, code = run_and_get_code(step, compiled, list(other.parameters()))
-    for kernel in ("_direction", "_square_sums", "_respond", "_respond_backward", "_add", "_direction_backward"):
-        assert any(f"{kernel}_kernel" in part for part in code), kernel
-    for name, a, b in zip(["output", "x", *(n for n, _ in model.named_parameters())], found, expected, strict=True):
-        assert a.isfinite().all(), name
-        error = (a.double() - b.double()).norm() / b.double().norm()
-        assert error < TOLERANCE[torch.bfloat16], f"{name}: {error:.1e}"
-    for name, value in model.named_buffers():
-        torch.testing.assert_close(other.get_buffer(name), value, rtol=1e-2, atol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

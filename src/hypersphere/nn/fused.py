@@ -50,11 +50,15 @@ PROGRAMS = 132 * 16  # at most, where each adds up sums for every channel
 
 
 def usable(x: Tensor, kernels: int, operator: Operator, window: Window | None) -> bool:
-    """Whether this code serves: a GPU, no groups, not transposed, at most two spatial axes, operators known here."""
+    """Whether this code serves: a GPU, no groups, not transposed, at most two spatial axes, operators known here.
+
+    Compiled code does better without: it joins these passes with what comes before and after.
+    """
     return (
         x.is_cuda
         and triton is not None
-        and _on_current_device(x)
+        and not torch.compiler.is_compiling()
+        and x.device.index == torch.cuda.current_device()
         and torch.version.hip is None
         and x.dtype in _DTYPES
         and x.numel() > 0
@@ -71,26 +75,14 @@ def usable_for_kernels(weight: Tensor, operator: Operator) -> bool:
     return (
         weight.is_cuda
         and triton is not None
-        and _on_current_device(weight)
+        and not torch.compiler.is_compiling()
+        and weight.device.index == torch.cuda.current_device()
         and torch.version.hip is None
         and weight.dtype in _DTYPES
         and weight.numel() > 0
         and operator.weighting == "none"
-        and not by_torch()
+        and not torch._C._are_functorch_transforms_active()
     )
-
-
-def _on_current_device(x: Tensor) -> bool:
-    """Whether a kernel would be launched where the tensor is; compiled code sees to that itself."""
-    return torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device()
-
-
-def by_torch() -> bool:
-    """Whether torch's own operations are asked for: by an export, a function transform.
-
-    The flag is read, since up to torch 2.11 ``torch.compiler.is_exporting()`` is True inside ``torch.compile``, too.
-    """
-    return torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active()
 
 
 def energy(x: Tensor, window: Window | None) -> Tensor:
@@ -121,8 +113,7 @@ class _Direction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, operator: Operator, dtype: torch.dtype) -> Tensor:
-        given, ctx.format = weight, layout(weight)
-        weight = _dense(weight)
+        given, weight = weight, _dense(weight)
         out = torch.empty_like(weight, dtype=dtype)
         kernels, size = weight.shape[0], math.prod(weight.shape[1:])
         inverse = torch.empty(kernels, dtype=torch.float32, device=weight.device)
@@ -139,8 +130,8 @@ class _Direction(torch.autograd.Function):
             weight = weight.view_as(weight)
             again, _ = ctx.operator.direction(at_least_float32(weight), tuple(range(1, weight.dim())))
             return *torch.autograd.grad(again, weight, grads[0].to(again.dtype), create_graph=True), None, None
-        weight = weight.contiguous(memory_format=ctx.format)
-        gradient = grads[0].contiguous(memory_format=ctx.format)
+        weight = _dense(weight)
+        gradient = grads[0].contiguous(memory_format=_format(weight))
         d_weight = torch.empty_like(weight)
         size = math.prod(weight.shape[1:])
         block = min(_power_of_2(size), 2048)
@@ -158,23 +149,12 @@ class _Direction(torch.autograd.Function):
 
 
 def respond_backward(
-    d_y: Tensor,
-    y: Tensor,
-    energies: Tensor,
-    radius: Tensor | None,
-    k: Tensor | None,
-    operator: Operator,
-    memory_format: torch.memory_format,
+    d_y: Tensor, y: Tensor, energies: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the products, the squared norms, the effective radius and k, from the output alone.
-
-    ``memory_format`` is that of ``y`` (:func:`layouts`).
-    """
-    y = y.contiguous(memory_format=memory_format)
-    d_y = d_y.to(y.dtype).contiguous(memory_format=memory_format)
-    d_products, d_energy, d_radius, d_k = _respond_backward(
-        d_y, y, energies, radius, k, *_constants(operator), memory_format
-    )
+    """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
+    y = _dense(y)
+    d_y = d_y.to(y.dtype).contiguous(memory_format=_format(y))
+    d_products, d_energy, d_radius, d_k = _respond_backward(d_y, y, energies, radius, k, *_constants(operator))
     return (
         d_products,
         d_energy,
@@ -188,21 +168,20 @@ def add_energy_gradient(
     x: Tensor,
     d_energy: Tensor,
     window: Window | None,
-    energies: Tensor,
-    d_norms: Tensor | None,
-    eps: float,
-    memory_format: torch.memory_format,
+    energies: Tensor | None = None,
+    d_norms: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """``d_x`` plus what reaches ``x`` through the squared norms of its patches, written over ``d_x``.
 
-    ``d_norms``, one number, is the gradient of every patch norm through their mean, on top of ``d_energy``;
-    ``memory_format`` is that of ``d_x`` (:func:`layouts`).
+    ``d_norms``, one number, is the gradient of every patch norm through their mean, on top of ``d_energy``.
     """
-    d_x = d_x.contiguous(memory_format=memory_format)
-    x = x.contiguous(memory_format=memory_format)
-    mean = (energies, d_energy if d_norms is None else d_norms, eps, d_norms is not None, memory_format)
+    d_x = _dense(d_x)
+    x = x.contiguous(memory_format=_format(d_x))
+    mean = (d_energy if energies is None else energies, d_energy if d_norms is None else d_norms, eps)
+    with_mean = d_norms is not None
     if window is None:
-        _add_energy_gradient(d_x, x, d_energy, *mean, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
+        _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
         return d_x
     flat = len(window.kernel) == 1
     values = (window.kernel, window.stride, window.padding, window.dilation, x.shape[2:], d_energy.shape[2:])
@@ -210,7 +189,7 @@ def add_energy_gradient(
     if flat:
         kernel, stride, padding, dilation = [1, *kernel], [1, *stride], [0, *padding], [1, *dilation]
         size, out = [1, *size], [1, *out]
-    _add_energy_gradient(d_x, x, d_energy, *mean, kernel, stride, padding, dilation, size, out)
+    _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, kernel, stride, padding, dilation, size, out)
     return d_x
 
 
@@ -222,33 +201,21 @@ def _constants(operator: Operator) -> tuple[int, int, float, float, float, float
     return kind, ANGULARS[type(g)], operator.alpha, beta, operator.eps, float(getattr(g, "k", 1.0))
 
 
-def layout(x: Tensor) -> torch.memory_format:
-    """Channels-last where the tensor is laid out so and not otherwise, too.
-
-    To be asked in a forward pass only: asked in a backward pass, ``torch.compile`` traces that pass a second time,
-    with all gradients copied to the contiguous format, and leaves autocast as it was where the first attempt ended.
-    """
+def _format(x: Tensor) -> torch.memory_format:
+    """Channels-last where the tensor is laid out so and not otherwise, too."""
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format
 
 
-def layouts(x: Tensor, y: Tensor) -> tuple[torch.memory_format, torch.memory_format]:
-    """Layouts of the input's gradient, as a convolution with the output ``y`` chooses it, and of the output."""
-    of_output = layout(y)
-    return of_output if of_output == torch.channels_last else layout(x), of_output
-
-
 def _dense(x: Tensor) -> Tensor:
-    # Not even called where it would change nothing: torch.compile takes what a forward pass computes for outputs of
-    # it, and of two that are one tensor the latter gets the gradient.
-    return x if x.is_contiguous() or layout(x) == torch.channels_last else x.contiguous()
+    return x.contiguous(memory_format=_format(x))
 
 
-def _rows(x: Tensor, memory_format: torch.memory_format) -> tuple[int, int, int, bool]:
+def _layout(x: Tensor) -> tuple[int, int, int, bool]:
     """Rows (images x places), places, channels, and whether the channels of a row lie side by side."""
     places = math.prod(x.shape[2:])
-    last = x.dim() == 2 or places == 1 or memory_format == torch.channels_last
+    last = x.dim() == 2 or places == 1 or _format(x) == torch.channels_last
     return x.shape[0] * places, places, x.shape[1], last
 
 
@@ -588,7 +555,7 @@ if triton is not None:
         x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], size: list[int]
     ) -> Tensor:
         x = _dense(x)
-        count, places, channels, last = _rows(x, layout(x))
+        count, places, channels, last = _layout(x)
         rows, width = _tile(channels, last, 2048)
         sums = torch.empty(x.shape[0], places, dtype=torch.float32, device=x.device)
         _square_sums_kernel[(_ceil(count, rows),)](
@@ -615,14 +582,14 @@ if triton is not None:
         eps: float,
         own_k: float,
     ) -> None:
-        count, places, channels, last = _rows(z, layout(z))
+        count, places, channels, last = _layout(z)
         rows, width = _tile(channels, last, 2048)
         step = -1 if k is None else int(k.numel() > 1)
         _respond_kernel[(_ceil(count, rows),)](
             z,
             energies,
-            energies if radius is None else radius,
-            energies if k is None else k,
+            z if radius is None else radius,
+            z if k is None else k,
             count,
             places,
             channels,
@@ -651,9 +618,8 @@ if triton is not None:
         beta: float,
         eps: float,
         own_k: float,
-        memory_format: torch.memory_format,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count, places, channels, last = _rows(y, memory_format)
+        count, places, channels, last = _layout(y)
         rows, width = _tile(channels, last, 1024)
         tiles = _ceil(count, rows)
         sums = radius is not None or k is not None
@@ -698,7 +664,6 @@ if triton is not None:
         d_norms: Tensor,
         eps: float,
         with_mean: bool,
-        memory_format: torch.memory_format,
         kernel: list[int],
         stride: list[int],
         padding: list[int],
@@ -706,7 +671,7 @@ if triton is not None:
         size: list[int],
         out: list[int],
     ) -> None:
-        count, places, channels, last = _rows(x, memory_format)
+        count, places, channels, last = _layout(x)
         rows, width = _tile(channels, last, 2048)
         _add_kernel[(_ceil(count, rows),)](
             d_x,

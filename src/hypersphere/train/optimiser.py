@@ -90,7 +90,9 @@ def parameter_groups(
                     }
                 )
     for unused in rules.keys() - used:
-        raise ArgumentError("rules", f"has the pattern {unused[1:]!r}, which fits no parameter of the model or the head")
+        raise ArgumentError(
+            "rules", f"has the pattern {unused[1:]!r}, which fits no parameter of the model or the head"
+        )
     learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
     if learned:
         rate = torch.tensor(recipe.lr, device=device)
