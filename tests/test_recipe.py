@@ -69,8 +69,8 @@ TOP = (
         pytest.param(
             "data:\n  augment:\n    flipp: true\n",
             3,
-            "data.augment.flipp is not a known key. Did you mean 'flip'? Allowed: crop, crop_mode, flip, vertical_flip, "
-            "rotate, tilt, scale, shift, jitter, shuffle",
+            "data.augment.flipp is not a known key. Did you mean 'flip'? Allowed: crop, crop_mode, flip, "
+            "vertical_flip, rotate, tilt, scale, shift, jitter, shuffle",
             id="unknown key in a nested section",
         ),
         pytest.param(

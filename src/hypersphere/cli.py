@@ -231,9 +231,14 @@ def record(
     matrix: Annotated[
         str | None, typer.Option(metavar="METRIC", help="one metric of runs called ROW-COLUMN, as a matrix")
     ] = None,
+    published: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[.METRIC]=VALUE", help="published value of a run's first metric, or of that one"),
+    ] = None,
 ) -> None:
     """Write the results of finished runs, averaged over seeds, as rows for the docs."""
-    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix)
+    values = dict(pair.partition("=")[::2] for pair in published or ())
+    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix, values)
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,7 +110,11 @@ def write_rows(file: Path, rows: Sequence[ResultRow]) -> None:
 
 
 def rows_from_runs(
-    runs: Sequence[RunFolder], group: str, note: str | None = None, matrix: str | None = None
+    runs: Sequence[RunFolder],
+    group: str,
+    note: str | None = None,
+    matrix: str | None = None,
+    published: Mapping[str, str] | None = None,
 ) -> list[ResultRow]:
     """The final metrics of finished runs, averaged over the seeds of each recipe.
 
@@ -119,6 +123,7 @@ def rows_from_runs(
         group: Heading of the rows.
         note: What a reader should know.
         matrix: A metric to make a matrix of: a run called ``tanh-cosine`` is in the row ``tanh``, column ``cosine``.
+        published: Name of a run, or ``NAME.METRIC``, -> the published value of its first metric, or of that one.
 
     Returns:
         A row for each recipe and metric.
@@ -136,7 +141,9 @@ def rows_from_runs(
         recipe, first = members[0]
         facts = first.facts()
         values = [run.evaluation()["metrics"] for _, run in members]
-        for key in [key for key in METRICS if all(key in metrics for metrics in values) and matrix in (None, key)]:
+        shown = [key for key in METRICS if all(key in metrics for metrics in values) and matrix in (None, key)]
+        known = {name if "." in name else f"{name}.{shown[0]}": value for name, value in (published or {}).items()}
+        for key in shown:
             percent = METRICS[key].form.endswith("%}")
             mean, interval = mean_and_interval([metrics[key] * (100 if percent else 1) for metrics in values])
             rows.append(
@@ -155,6 +162,7 @@ def rows_from_runs(
                     date=facts["finished"][:10],
                     recipe=recipe.name,
                     recipe_hash=recipe_hash,
+                    published=known.get(f"{recipe.name}.{key}"),
                     note=note,
                 )
             )

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from hypersphere.errors import HypersphereError
 from hypersphere.report.geometry import Floats, Ints
 
-
 ARTEFACT = "artefact/"
 """First part of the names of tensors that evaluations left for pictures."""
 
