@@ -9,7 +9,6 @@ Example:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from hypersphere.report import (  # noqa: F401 - registers its pictures
     graph_figures,
     sample_figures,
 )
-from hypersphere.report.page import render
+from hypersphere.report.page import render, write_page
 from hypersphere.report.runs import ReportError, load_run
 
 __all__ = ["ReportError", "build", "write"]
@@ -47,13 +46,4 @@ def write(runs: Sequence[Path], output: Path) -> Path:
         runs: Folders of training runs, as for :func:`build`.
         output: The HTML file; folders above it are made.
     """
-    page = build(runs)
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{output}.{os.getpid()}.tmp")  # beside the target: a rename is atomic within a file system only
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return output
+    return write_page(build(runs), Path(output))

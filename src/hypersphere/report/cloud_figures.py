@@ -10,7 +10,7 @@ from hypersphere.report.figures import _layout, numbers, text
 from hypersphere.report.geometry import Floats
 from hypersphere.report.tasks import FIGURES, Artefacts, Picture
 
-COLUMNS = 4
+COLUMNS = 6
 CELL = 2.25
 TURN, RISE = math.radians(35), math.radians(20)
 LOUD = 0.9
@@ -30,13 +30,13 @@ def cloud_pictures(artefacts: Artefacts) -> list[Picture]:
         x, y, depth = project(cloud.astype(np.float64))
         order = np.argsort(depth)  # near points are drawn over far ones
         across.append(x[order] + CELL * column)
-        up.append(y[order] - 1.2 * CELL * row)
+        up.append(y[order] - 1.4 * CELL * row)
         colours.append(strength(values.astype(np.float64))[order])
         right, sure = labels[index] == predicted[index], artefacts["confidence"][index]
         title = f"✓ {text(names[labels[index]])}" if right else f"<b>✗ {text(names[labels[index]])}</b>"
-        judged = f"{sure:.0%}" if right else f"taken for {text(names[predicted[index]])}, {sure:.0%}"
+        judged = f"{sure:.0%}" if right else f"taken for<br>{text(names[predicted[index]])}, {sure:.0%}"
         annotations.append(
-            {"x": CELL * column, "y": 1.12 - 1.2 * CELL * row, "text": f"{title}<br>{judged}", "showarrow": False}
+            {"x": CELL * column, "y": 1.12 - 1.4 * CELL * row, "text": f"{title}<br>{judged}", "showarrow": False}
             | {"yanchor": "bottom", "font": {"size": 11}}
         )
     scale = [[0, "#3f90da"], [0.5, "rgba(136,136,136,.35)"], [1, "#e76300"]]
@@ -54,7 +54,7 @@ def cloud_pictures(artefacts: Artefacts) -> list[Picture]:
     hidden = {"visible": False, "automargin": False}
     layout = _layout(
         xaxis=hidden | {"range": [-1.15, CELL * (min(len(points), COLUMNS) - 1) + 1.15]},
-        yaxis=hidden | {"range": [-1.15 - 1.2 * CELL * (rows - 1), 1.75], "scaleanchor": "x"},
+        yaxis=hidden | {"range": [-1.15 - 1.4 * CELL * (rows - 1), 2.1], "scaleanchor": "x"},
         annotations=annotations,
     )
     wrong = int((labels != predicted).sum())
@@ -63,7 +63,7 @@ def cloud_pictures(artefacts: Artefacts) -> list[Picture]:
         "Blue points lower the loss by being where they are, orange ones raise it (to first order, each cloud on its "
         "own scale), and grey ones do not matter."
     )
-    return [Picture("clouds by error", {"data": [trace], "layout": layout}, caption)]
+    return [Picture("clouds by error", {"data": [trace], "layout": layout}, caption, "large")]
 
 
 def project(cloud: Floats) -> tuple[Floats, Floats, Floats]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,14 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from plotly.offline import get_plotlyjs
 from torch import Tensor
 
 from hypersphere.data.faces import Pairs
 from hypersphere.evaluate import Calibration, Verification, det, roc
 from hypersphere.report.figures import Figure, _layout, _legend, color, numbers
 from hypersphere.report.geometry import Floats, evenly
-from hypersphere.report.page import _asset, _json, _plot, _section
+from hypersphere.report.page import _plot, _section, frame, write_page
 
 HARDEST = 12
 """Pairs of each kind that are shown."""
@@ -71,15 +69,7 @@ def write_verification(found: VerificationPage, output: Path) -> Path:
         found: What to show.
         output: The HTML file; folders above it are made.
     """
-    page = render_verification(found)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{output}.{os.getpid()}.tmp")  # beside the target: a rename is atomic within a file system only
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return output
+    return write_page(render_verification(found), output)
 
 
 def render_verification(found: VerificationPage) -> str:
@@ -87,26 +77,7 @@ def render_verification(found: VerificationPage) -> str:
     title = f"Verification: {found.name}"
     plots: dict[str, Figure] = {}
     body = "".join((_summary(found), _curves(found, plots), _scores(found, plots), _hardest(found), _details(found)))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<link rel="icon" href="data:,">
-<style>{_asset("page.css")}{_asset("faces.css")}</style>
-</head>
-<body>
-<header><h1>{escape(title)}</h1></header>
-<main>{body}</main>
-<noscript><p>The plots need JavaScript.</p></noscript>
-<script>{get_plotlyjs()}</script>
-<script type="application/json" id="plots">{_json(plots)}</script>
-<script>{_asset("page.js")}</script>
-</body>
-</html>
-"""
+    return frame(title, body, plots, "faces.css")
 
 
 def _summary(found: VerificationPage) -> str:

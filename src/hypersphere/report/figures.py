@@ -138,13 +138,15 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     """
     train = [[row for row in run.metrics if row.get("split") == "train"] for run in runs]
     test = [[row for row in run.metrics if row.get("split") == "test"] for run in runs]
-    train_keys, test_keys = _keys(train), _keys(test)
+    train_keys = _keys(train)
     terms = [key for key in train_keys if key not in NOT_TERMS and not key.startswith((*NORMS, WEIGHT))]
     losses = ["total"] if "total" in train_keys else []
     if len(terms) > 1 or not losses:  # a single term is the total
         losses += terms
     others = [key for key in train_keys if key in SCHEDULED or key.startswith((*NORMS, WEIGHT))]
-    tests = [key for key in test_keys if key not in ("step", "split")]
+    # What was measured once, at the end, is no curve; the loss of a run that has only begun still is one.
+    several = [[row for row in rows if len(rows) > 1] for rows in test]
+    tests = [key for key in _keys(several) if key not in ("step", "split")]
     return (
         [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]
         + [_curve(key, f"Test: {key}", test, names, log=False) for key in tests]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
@@ -37,6 +39,18 @@ def render(runs: Sequence[Run]) -> str:
             _details(runs, names),
         )
     )
+    return frame(title, body, plots)
+
+
+def frame(title: str, body: str, plots: dict[str, Figure], *styles: str) -> str:
+    """A page that needs no other file.
+
+    Args:
+        title: Its title, and heading.
+        body: HTML of its sections.
+        plots: What ``page.js`` draws into them.
+        styles: Style sheets of this package beside ``page.css``.
+    """
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -45,7 +59,7 @@ def render(runs: Sequence[Run]) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
-<style>{_asset("page.css")}</style>
+<style>{"".join(map(_asset, ("page.css", *styles)))}</style>
 </head>
 <body>
 <header><h1>{escape(title)}</h1></header>
@@ -57,6 +71,18 @@ def render(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
+
+
+def write_page(page: str, output: Path) -> Path:
+    """Write a page to ``output``, whole or not at all, and return ``output``; folders above it are made."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{output}.{os.getpid()}.tmp")  # beside the target: a rename is atomic within a file system only
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return output
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:

@@ -12,7 +12,7 @@ Artefacts = Mapping[str, Any]
 
 
 class Picture(NamedTuple):
-    """A picture of one run: its title, the figure as Plotly data and layout, what it shows, and its class in CSS."""
+    """A picture of one run: title, figure as Plotly data and layout, what it shows, and its size, flat or large."""
 
     title: str
     figure: Figure
