@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch.nn.functional as F
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 from hypersphere import cli, recipe, report
+from hypersphere.attack_cli import ATTACKED
 from hypersphere.attacks import (
     BIM,
     FGSM,
@@ -37,7 +40,7 @@ from hypersphere.attacks import (
 )
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure
+from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness
 from hypersphere.recipe import RecipeError
 from hypersphere.report.attacks_figures import CHECK_TITLES, attack_pictures
 from hypersphere.train import RunFolder, Trainer
@@ -318,6 +321,10 @@ def test_any_attack_of_foolbox_by_name(foolbox):
     assert (within - images).abs().max() <= 0.1 + 1e-6
     with pytest.raises(ArgumentError, match=r"attack must be the name of a class in foolbox.attacks, got 'Nothing'"):
         create("foolbox", attack="Nothing")(model, images, labels)
+    with pytest.raises(ArgumentError, match=r"attack must be the name of a class in foolbox.attacks, got 'base'"):
+        create("foolbox", attack="base")(model, images, labels)
+    with pytest.raises(ArgumentError, match=r"options must be arguments of foolbox.attacks.LinfPGD: .*stpes"):
+        create("foolbox", attack="LinfPGD", options={"stpes": 3})(model, images, labels)
 
 
 # ------------------------------------------------------------------------------------------------ what holds for all
@@ -500,6 +507,12 @@ def test_mistakes_are_told():
         FGSM()(model, images.index_fill(0, torch.tensor([0]), -1.0), labels)
     with pytest.raises(ArgumentError, match="labels must be as many as the 2 images, got 1"):
         FGSM()(model, images, labels[:1])
+    for bad in (labels[:, None], F.one_hot(labels).float(), labels.float(), labels[0]):
+        with pytest.raises(ArgumentError, match=r"labels must be classes \(B,\), got torch"):
+            FGSM()(model, images, bad)
+    for dtype in (torch.int32, torch.uint8):
+        for name in BOUNDED:
+            assert small(name)(model, images, labels.to(dtype)).isfinite().all()
     for predict in (lambda x: model(x.detach()), lambda x: model(torch.zeros_like(x)), lambda x: model(x).detach()):
         with pytest.raises(ArgumentError, match="predict must be differentiable with respect to the images"):
             FGSM()(predict, images, labels)
@@ -626,7 +639,7 @@ def fit(folder, name, *overrides):
     return trainer, trainer.fit()
 
 
-@pytest.mark.parametrize("name", ["cifar10-robust", "cifar10-robust-dc", "cifar10-robust-fgsm", "mnist-robust-2d"])
+@pytest.mark.parametrize("name", sorted(name for name in recipe.embedded() if re.match("(cifar10|mnist)-robust", name)))
 def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
     channels, side = (1, 28) if name.startswith("mnist") else (3, 32)
     draw = torch.Generator().manual_seed(0)
@@ -635,13 +648,24 @@ def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
     )
     data = Dataset("noise", tuple(map(str, range(10))), split, split)
     monkeypatch.setattr(trainer_module, "load_data", lambda *args, **options: data)
-    options = [f"evaluate.metrics.2.{k}" for k in ("steps=2", "queries=2", "deepfool=2", "images=4", "strengths=[0.1]")]
+    place = len(recipe.load(name).evaluate.metrics) - 1
+    quick = ("steps=2", "queries=2", "deepfool=2", "images=4", "strengths=[0.1]")
+    options = [f"evaluate.metrics.{place}.{option}" for option in quick]
     options += ["train.steps=2", "model.widths=[4, 4, 4]", "data.batch_size=4"]
     trainer, found = fit(tmp_path / name, name, *options)
     assert {"accuracy_fgsm", "accuracy_bim", "accuracy_pgd", "masking_signs"} <= set(found)
     rows = [row for row in trainer.run.rows() if row["split"] == "train"]
     assert rows[-1]["step"] == 2
     assert max(value for key, value in rows[-1].items() if key.startswith("grad_norm/model")) > 0
+
+
+def test_pixels_must_be_known_to_have_a_budget(tmp_path):
+    """The mean image is cropped and flipped with the images, so that it cannot be added to them again."""
+    options = ("train.steps=1", "evaluate.metrics=[classification]", "data.normalise=pixel")
+    fit(tmp_path / "still", "digits-robust-fgsm", *options)
+    for change in ("crop=1", "flip=true", "vertical_flip=true"):
+        with pytest.raises(RecipeError, match=r"data.normalise must not be 'pixel' with an adversary"):
+            fit(tmp_path / change, "digits-robust-fgsm", *options, f"data.augment.{change}")
 
 
 def test_a_recipe_trains_on_attacks(tmp_path):
@@ -727,6 +751,48 @@ def test_steps_in_the_answer_are_found_out(tmp_path):
     )
 
 
+def test_the_square_attack_takes_its_queries_wherever_it_is_asked_for():
+    model, images, labels = clear()
+    outputs = outputs_of(model, images, labels)
+    options = QUICK | {"deepfool": 0, "steps": 1, "queries": 80}
+    asked = measure(outputs, [options | {"attacks": ["fgsm", "square"]}])
+    assert asked["accuracy_square"] == measure(outputs, [options])["accuracy_square"]
+    expected = attacked(Square(0.1, 80), model, outputs.images.float() / 255, labels)
+    assert asked["accuracy_square"] == accuracy(model, expected, labels)
+    unchecked = measure(outputs, [options | {"attacks": ["square"], "masking": False}])
+    assert unchecked["accuracy_square"] == asked["accuracy_square"]
+    assert outputs.artefacts["attacks/curve_square"][2] == asked["accuracy_square"]
+
+
+def test_an_attack_without_a_budget_changes_nothing():
+    model, images, labels = clear()
+    found = measure(outputs_of(model, images, labels), [QUICK | {"eps": 0.0}])
+    assert found["accuracy_strongest"] == found["accuracy_pgd"] == found["accuracy_natural"] == 1
+    assert "masking_rises" not in found  # there is one budget alone
+
+
+def test_images_that_deepfool_does_not_fool_are_not_near():
+    """Without a gradient it leaves images as they are: that is no change of size 0 that fools."""
+    model, images, labels = clear()
+    outputs = outputs_of(lambda x: F.one_hot(model(x).argmax(1), 4) + 0 * x.flatten(1)[:, :4], images, labels)
+    found = measure(outputs, [QUICK | {"masking": False}])
+    assert "deepfool_l2" not in found and "deepfool_linf" not in found
+    assert outputs.artefacts["attacks/deepfool_l2"].isinf().all()
+    (picture,) = attack_pictures({k.split("/")[1]: v for k, v in outputs.artefacts.items() if "deepfool" in k})
+    assert picture.figure["data"][0]["y"] == [None] * 20
+
+
+def test_few_images_are_taken_from_all_of_a_sorted_split():
+    model, images, labels = clear()
+    order = labels.argsort(stable=True)
+    outputs = outputs_of(model, images[order], labels[order])
+    measure(outputs, [QUICK | {"masking": False, "deepfool": 12}])
+    places = [int(i * 119 / 11) for i in range(12)]
+    pixels = outputs.images.float()[places] / 255
+    sizes = lengths(DeepFool()(model, pixels, outputs.labels[places]) - pixels).flatten().sort().values
+    torch.testing.assert_close(outputs.artefacts["attacks/deepfool_l2"], sizes)
+
+
 def test_words_of_the_checks():
     values = dict.fromkeys(CHECKS, 0.0)
     assert [bad for bad, _ in explain(values)] == [False] * len(CHECKS)
@@ -743,6 +809,9 @@ def test_what_cannot_be_attacked_is_told():
         measure(Outputs(outputs.features, outputs.logits, labels, outputs.weight, predict=model), [QUICK])
     with pytest.raises(ArgumentError, match="must have a function from images to logits"):
         measure(outputs_of(model, images, labels).__class__(**{**vars(outputs), "predict": None}), [QUICK])
+    for name, value in (("batch_size", 0), ("queries", -1), ("images", -1), ("deepfool", -1), ("strengths", (-0.1,))):
+        with pytest.raises(ArgumentError, match=f"{name} must be at least"):
+            measure(outputs, [QUICK | {name: value}])
     with pytest.raises(RecipeError, match=r"evaluate.metrics.2.attacks.0 should be 'fgsm', 'bim', 'pgd' or 'square'"):
         recipe.load("digits-robust", ["evaluate.metrics.2.attacks=[fgms]"])
 
@@ -782,11 +851,58 @@ def test_transfer_attacks_from_another_run_on_the_command_line(runs):
     images, labels = outputs.images[places].float() / 255, outputs.labels[places]
     found = FGSM(eps=0.15)(source.predict, images, labels)
     assert kept["accuracy_transfer_fgsm"] == pytest.approx(accuracy(outputs.predict, found, labels))
+    accuracies = [value for name, value in kept.items() if name.startswith("accuracy_")]
+    assert kept["accuracy_strongest"] <= min(accuracies) and "accuracy_bim" not in kept  # it was measured before
+
+
+def test_other_models_gradients_count_for_the_strongest_attack(monkeypatch):
+    """A model without gradients of use, which those of another one give away."""
+    model, images, labels = clear()
+    saturated = outputs_of(lambda x: 3000 * model(x), images, labels)
+    monkeypatch.setattr(robustness, "source_predict", lambda *_: contextlib.nullcontext(model))
+    options = QUICK | {"attacks": ["fgsm"], "source": "other", "queries": 0, "steps": 1, "deepfool": 0, "eps": 0.3}
+    found = measure(saturated, [options])
+    others = [value for name, value in found.items() if name.startswith("accuracy_") and "transfer" not in name]
+    assert found["accuracy_transfer_fgsm"] == found["accuracy_strongest"] <= min(others)
+    assert found["masking_fgsm"] == found["accuracy_fgsm"] - found["accuracy_transfer_fgsm"] > 0.1
+
+
+def test_kept_attacks_replace_those_before_and_nothing_else(runs, tmp_path):
+    """Of two budgets, metrics would contradict each other; what other evaluations have left stays."""
+    folder = tmp_path / "copy"
+    shutil.copytree(runs[0].run.path, folder)
+    kept = json.loads((folder / "evaluation.json").read_text())
+    kept["metrics"] |= {"accuracy_transfer_pgd": 0.5, "masking_transfer": 0.5, "accuracy_recalibrated": 0.25}
+    (folder / "evaluation.json").write_text(json.dumps(kept))
+    tensors = load_file(folder / "features.safetensors")
+    tensors |= {"artefact/few-shot/curve/x": torch.ones(3), "artefact/attacks/transfer_pgd": torch.ones(2)}
+    save_file(tensors, folder / "features.safetensors", {"class_names": "[]", "unseen_names": "[]"})
+    command = ["attack", str(folder), "--images", "5", "--attack", "fgsm", "--no-masking", "--deepfool", "0", "--keep"]
+    result = CliRunner().invoke(cli.app, [*command, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    names = set(json.loads((folder / "evaluation.json").read_text())["metrics"])
+    assert {"accuracy", "accuracy_recalibrated", "accuracy_fgsm", "accuracy_natural"} <= names
+    assert not {name for name in names if name.startswith(("accuracy_transfer", "masking", "deepfool", "accuracy_pgd"))}
+    after = load_file(folder / "features.safetensors")
+    assert torch.equal(after["artefact/few-shot/curve/x"], torch.ones(3))
+    assert "artefact/attacks/transfer_pgd" not in after and "artefact/attacks/curve_fgsm" in after
+    (folder / "evaluation.json").unlink()
+    result = CliRunner().invoke(cli.app, [*command, "--device", "nowhere"])  # told before anything is done
+    assert "has no evaluation yet" in str(result.exception)
+
+
+def test_every_metric_of_attacks_is_told_from_others(runs):
+    _, metrics, _ = runs
+    known = {name for name in metrics if ATTACKED.fullmatch(name)}
+    others = set(metrics) - known
+    assert {"accuracy_strongest", "masking_signs", "deepfool_linf"} <= known
+    assert "accuracy" in others and not {n for n in others if n.startswith(("accuracy_", "masking", "deepfool"))}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--eps", "1e400"], "eps must be a number or a fraction such as 8/255, got '1e400'"),
         (["--eps", "8/0"], "eps must be a number or a fraction such as 8/255, got '8/0'"),
         (["--attack", "foo"], "should be 'fgsm', 'bim', 'pgd' or 'square', got 'foo'"),
         (["--source", "nowhere"], "nowhere"),

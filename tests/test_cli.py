@@ -21,7 +21,7 @@ import hypersphere
 from hypersphere import cli, recipe, results
 from hypersphere.data.sources import sources
 from hypersphere.evaluate import METRICS
-from hypersphere.train import DivergedError, Interrupted
+from hypersphere.train import DivergedError, Interrupted, RunFolder
 from test_results import ROW
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -410,6 +410,18 @@ def test_record(finished, tmp_path, start):
     accuracy = json.loads((finished / "evaluation.json").read_text())["metrics"]["accuracy"]
     assert rows[0].mean == pytest.approx(100 * accuracy) and rows[0].group == "Digits" and rows[0].seeds == (0,)
     assert all(row.note == "a caution" for row in rows)
+
+
+def test_record_with_published_values(finished, tmp_path, start):
+    file, name = tmp_path / "rows" / "digits.json", RunFolder.open(finished).recipe().name
+    values = ("--published", f"{name}=99.1", "--published", f"{name}.energy=0.5 (s=2)")
+    assert start("record", finished, "-o", file, "--group", "Digits", *values).code == 0
+    found = {row.metric: row.published for row in results.read_rows(file.parent)}
+    assert found.pop(METRICS["accuracy"].title) == "99.1" and found.pop(METRICS["energy"].title) == "0.5 (s=2)"
+    assert found and set(found.values()) == {None}
+    for wrong in (name, f"{name}=", "=1"):
+        done = start("record", finished, "-o", file, "--group", "Digits", "--published", wrong)
+        assert done.code == 2 and f"must be NAME=VALUE or NAME.METRIC=VALUE, got '{wrong}'" in words(done.err)
 
 
 def test_docs_without_rows(tmp_path, start):

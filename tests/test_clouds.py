@@ -157,6 +157,7 @@ def test_text_files_with_the_second_coordinate_up(resampled):
         (lambda f: (f / "chair/chair_0001.txt").unlink(), "chair_0001.txt cannot be read as 4 lines"),
         (lambda f: (f / "chair/chair_0001.txt").write_text("1,2,3\n"), "chair_0001.txt cannot be read as 4 lines"),
         (lambda f: (f / "chair/chair_0001.txt").write_text("a,b,c\n" * 4), "chair_0001.txt cannot be read as 4 lines"),
+        (lambda f: (f / "chair/chair_0001.txt").write_text("1,nan,2\n" * 4), "not all of them are finite"),
         (lambda f: (f / "modelnet40_test.txt").write_text("sofa_0001\n"), "line 1: 'sofa_0001' is of no class"),
     ],
 )
@@ -176,6 +177,9 @@ def test_bad_arrays_name_themselves(packed, grid_points):
         load("modelnet40", packed, points=20)
     write_packed(folder, "test", grid_points[3:], [1], ["chair", "night_stand"])
     with pytest.raises(DataError, match=r"shape \(2, 20, 3\) and labels of shape \(1,\)"):
+        load("modelnet40", packed, points=20)
+    write_packed(folder, "test", grid_points[3:], [[1], [0]], ["chair", "night_stand"])  # a column, as HDF5 files have
+    with pytest.raises(DataError, match=r"labels of shape \(2, 1\), expected finite numbers \(N, P, 3\) and \(N,\)"):
         load("modelnet40", packed, points=20)
     whole = (folder / "modelnet40_train_512pts.npz").read_bytes()
     (folder / "modelnet40_train_512pts.npz").write_bytes(whole[: len(whole) // 2])
@@ -312,6 +316,9 @@ def test_scale_shift_and_jitter_stay_within_their_limits():
     factor = change_clouds(before, generator(), scale=1.25) / before
     torch.testing.assert_close(factor, factor[:, :1, :1].expand_as(factor))
     assert 0.8 <= factor.min() < 0.82 and 1.23 < factor.max() <= 1.2501
+    for bad in (0.0, 0.8):
+        with pytest.raises(ArgumentError, match="scale must be at least 1"):
+            change_clouds(before, generator(), scale=bad)
     moved = change_clouds(before, generator(), shift=0.1) - before
     assert moved.std(2).max() < 1e-6 and 0.098 < moved.abs().max() < 0.1001
     noise = change_clouds(before, generator(), jitter=0.01) - before

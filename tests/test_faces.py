@@ -528,6 +528,9 @@ def test_faces_are_aligned_when_they_are_read(tmp_path):
         assert np.abs(split.read(number).numpy() - expected).max() < 0.6  # rounding
     turned = split.select(torch.tensor([1, 0]), torch.tensor([0, 1]))
     assert torch.equal(turned.read(0), split.read(1)) and turned.labels.tolist() == [0, 1]
+    people = Dataset("two", ("a", "b"), *(replace(split, labels=torch.tensor([0, 1])) for _ in range(2)))
+    unseen = people.hold_out(["b"]).unseen
+    assert len(unseen) == 2 and torch.equal(unseen.read(0), split.read(1))  # held out, they are aligned as before
 
     (tmp_path / "0.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"0\.png cannot be decoded"):
@@ -794,6 +797,10 @@ def test_lfw_evaluation_compares_aligned_faces_and_their_mirror_images(tmp_path)
     colour = seen[0][pairs.images.index("Bob/Bob_0002")].mean((1, 2)) * 255
     torch.testing.assert_close(colour, torch.tensor([36.0, 206.0, 36.0]), atol=12, rtol=0)
     assert measure(replace(outputs, features_of=None), ["lfw"]) == {}
+    assert measure(replace(outputs, data_root=tmp_path), ["lfw"]) == found
+    grey = TensorSplit(torch.zeros(1, 1, 112, 96, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(DataError, match=r"needs a network of colour images.*\(1, 112, 96\)"):
+        measure(replace(outputs, data=Dataset("x", ("a",), grey, grey)), [{"name": "lfw", "folder": str(tmp_path)}])
 
 
 def test_lfw_that_lacks_something_says_what(tmp_path):

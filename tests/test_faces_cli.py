@@ -303,15 +303,39 @@ def test_the_size_of_images_is_that_of_the_run_or_given(tmp_path, run):
     with pytest.raises(RunError, match="give it as HEIGHTxWIDTH"):
         Embedder(run, size=(64, 64))
     assert parse_size(" 112X96") == (112, 96)
-    for wrong in ("112", "112x", "0x5", "axb"):
+    for wrong in ("112", "112x", "0x5", "5x00", "axb"):
         with pytest.raises(ArgumentError, match="must be HEIGHTxWIDTH"):
             parse_size(wrong)
-    celeba = recipe.check(
-        {"data": {"name": "celeba-subset"}, "model": {"name": "sfnet-4"}, "loss": {"name": "softmax"}}
-    )
-    folder = RunFolder.create(tmp_path / "new", celeba, torch.device("cpu"))
+    RunFolder.open(run).write_facts(shape=[3, HEIGHT + 1, WIDTH])  # what the trainer wrote comes before the recipe
+    assert Embedder(run).shape == (3, HEIGHT + 1, WIDTH) and Embedder(run, size=(HEIGHT, WIDTH)).shape[1] == HEIGHT
+    for shape in ([3, 1024], [], [2, 8, 8]):
+        RunFolder.open(run).write_facts(shape=shape)
+        with pytest.raises(RunError, match="is not of a network for images"):
+            Embedder(run, size=(8, 8))
+    data = {"name": "celeba-subset", "normalise": "half"}
+    away = write_run(tmp_path / "away", data=data)
+    RunFolder.open(away).write_facts(data_root=str(tmp_path))
+    with pytest.raises(RunError, match=r"'celeba-subset' is not here to ask\. Give the size"):
+        Embedder(away)
+    assert Embedder(away, size=(HEIGHT, WIDTH)).shape == (3, HEIGHT, WIDTH)
+    plan = recipe.check({"data": data, "model": {"name": "sfnet-4"}, "loss": {"name": "softmax"}})
+    folder = RunFolder.create(tmp_path / "new", plan, torch.device("cpu"))
     with pytest.raises(RunError, match="has no checkpoint yet: train it first"):
         Embedder(folder.path)
+
+
+def test_photographs_stand_upright_however_the_camera_was_held(run, faces, tmp_path):
+    file = faces / "ann" / "ann_0001.png"
+    upright = Image.open(file)
+    points = template((HEIGHT, WIDTH)).double()[None] + 1
+    expected, aligned = Embedder(run)([file]), Embedder(run)([file], points)
+    for orientation, stored in ((6, Image.Transpose.ROTATE_90), (8, Image.Transpose.ROTATE_270)):
+        turned = tmp_path / f"{orientation}.png"
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        upright.transpose(stored).save(turned, exif=exif)
+        torch.testing.assert_close(Embedder(run)([turned]).features, expected.features)
+        torch.testing.assert_close(Embedder(run)([turned], points).features, aligned.features)
 
 
 # ---------------------------------------------------------------------------------------------------- verify
@@ -515,7 +539,8 @@ def test_identify_known_people_and_refuse_others(start, run, tmp_path):
     assert found["DIR at FPIR 0.5"]["value"] == pytest.approx(np.mean((mates > line) & (np.array(ranks) == 1)))
     assert "18 probes of 6 people, 6 of them of unknown ones, against 8 entries of 4 people" in done.out
 
-    closed = start("identify", run, "--gallery", known, "--probes", known, "--average")
+    again = shutil.copytree(known, tmp_path / "again")
+    closed = start("identify", run, "--gallery", known, "--probes", again, "--average")
     assert closed.code == 0 and "DIR" not in closed.out and "nobody to refuse" in closed.out
     assert "against 4 entries" in closed.out
 
@@ -538,14 +563,20 @@ def test_identify_messages(start, run, faces, tmp_path):
     assert done.code == 2 and "nobody in" in done.err and "must have one name" in done.err
     done = start("identify", run, "--gallery", faces, "--probes", faces, "--ranks", "1.5")
     assert done.code == 2 and "ranks must be whole numbers" in done.err
-    done = start("identify", run, "--gallery", faces, "--probes", faces, "--distractors", others, "--ranks", "1")
-    assert done.code == 0 and "25 entries of 6 people and 1 distractors" in done.out.replace("\n", " ")
+    done = start("identify", run, "--gallery", faces, "--probes", faces / "ann" / "..")
+    assert done.code == 2 and "24 probes are in the gallery, too, such as" in done.err and "themselves" in done.err
+    again = shutil.copytree(faces, tmp_path / "again")
+    done = start("identify", run, "--gallery", faces, "--probes", again, "--distractors", others, "--ranks", "1")
+    assert done.code == 0 and "24 entries of 6 people and 1 distractors" in done.out.replace("\n", " ")
+    write_landmarks(tmp_path / "points.txt", {"ann/ann_0001": template((HEIGHT, WIDTH))})
+    done = start("identify", run, "--gallery", faces, "--probes", again, "--landmarks", tmp_path / "points.txt")
+    assert done.code == 2 and f"one line for ann/ann_0001, which is {faces}/ann/ann_0001.png and {again}/" in done.err
 
 
 # --------------------------------------------------------------------------------------------------- gallery
 
 
-def test_a_gallery_from_calibration_to_search(start, run, faces, tmp_path):
+def test_a_gallery_from_calibration_to_search(start, run, faces, tmp_path, monkeypatch):
     people = tmp_path / "people.safetensors"
     known = write_people(tmp_path / "known", PEOPLE[:3], each=3, seed=3, noise=5)
     asked = write_people(tmp_path / "asked", ["ann", "zoe"], each=1, seed=4, noise=5)
@@ -570,8 +601,11 @@ def test_a_gallery_from_calibration_to_search(start, run, faces, tmp_path):
         assert entry["score"] == pytest.approx(row.max(), abs=1e-5) and entry["known"] == (row.max() > line)
         assert entry["name"] == (PEOPLE[order[0]] if entry["known"] else None)
     assert found[0]["name"] == "ann"
+    monkeypatch.setattr(faces_cli, "console", Console(width=80))
     strict = start("gallery", "search", run, people, asked, "--threshold", 1.1)
+    assert sum("asked/" in row and "unknown" in row and "0." in row for row in strict.out.splitlines()) == 2  # unbroken
     assert strict.code == 0 and strict.out.count("unknown") == 2
+    assert strict.out.endswith("known above a cosine of 1.1000\n")  # the FAR is that of the other threshold
 
     done = start("gallery", "add", run, people, known / "ann")
     assert done.code == 2 and "has ann already: --extend" in done.err
@@ -718,7 +752,9 @@ def test_ijb_against_loops(unit):
 def test_ijb_messages():
     features = torch.eye(3)
     with pytest.raises(ArgumentError, match="nothing to compare"):
-        ijb(features, [0, 1, 2], [0, 1, 2], [0, 1, 2], gallery=[0])
+        ijb(features, [0, 1, 2], [0, 1, 2], [0, 1, 2])
+    with pytest.raises(ArgumentError, match="probes must be given, too"):
+        ijb(features, [0, 1, 2], [0, 1, 2], [0, 1, 1], gallery=[0], pairs=[(0, 1), (1, 2)])
     with pytest.raises(ArgumentError, match="two for 0"):
         ijb(features, [0, 0, 1], [0, 1, 2], [0, 1, 2], gallery=[0], probes=[1])
     with pytest.raises(ArgumentError, match="probes must be templates that have images, got 7"):

@@ -255,7 +255,23 @@ def test_half_precision_features_are_classified_in_single_precision(dtype, class
     assert torch.equal(found, classify(support.float(), support.float(), classifier, epochs=3))
 
 
+@pytest.mark.parametrize("classifier", module.CLASSIFIERS)
+def test_where_it_is_called_changes_no_answer(classifier):
+    generator = torch.Generator().manual_seed(0)
+    support, query = (torch.randn(8, 3, count, 40, generator=generator) for count in (2, 50))
+    exact = classify(support, query, classifier, epochs=20, lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(classify(support, query, classifier, epochs=20, lr=0.1), exact)
+    with torch.inference_mode():
+        for dim in (40, 4):  # with and without the span
+            inside = classify(support[..., :dim] * 1, query[..., :dim] * 1, classifier, epochs=20, lr=0.1)
+            assert dim == 4 or torch.equal(inside, exact)
+    rough = classify(support, query.half(), classifier, epochs=20, lr=0.1)
+    assert (rough != exact).double().mean() < 0.01
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("classifier", module.CLASSIFIERS)
 def test_a_gpu_gives_the_answers_of_a_cpu(classifier):
     features, labels = (part.cuda() for part in blobs(dim=40, spread=1.5))
@@ -286,6 +302,14 @@ def test_classifiers_refuse_constants_that_make_no_sense(options, message):
         classify(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 3), **options)
 
 
+@pytest.mark.parametrize("query", [(2, 1, 3), (2, 2, 1, 3), (1, 3, 1, 3), (1, 2, 1, 4)])
+def test_support_and_queries_of_different_episodes_are_refused(query):
+    with pytest.raises(ArgumentError, match=r"support and query must have the shapes .*got \(1, 2, 1, 3\) and"):
+        classify(torch.ones(1, 2, 1, 3), torch.ones(query), "nearest")
+    with pytest.raises(ArgumentError, match="support must be at least 1"):
+        classify(torch.ones(1, 2, 0, 3), torch.ones(1, 2, 1, 3))
+
+
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -299,6 +323,8 @@ def test_the_interval_is_that_of_published_results():
     low, high = stats.norm.interval(0.95, loc=values.mean(), scale=stats.sem(values))
     assert interval == pytest.approx((high - low) / 2, rel=2e-3)
     assert mean_and_interval(torch.tensor([0.25])) == (0.25, 0.0)
+    with pytest.raises(ArgumentError, match=r"accuracies must have shape .* not be empty"):
+        mean_and_interval(torch.zeros(0))
 
 
 def blobs(classes=8, each=30, dim=12, spread=0.6, seed=0):

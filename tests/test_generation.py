@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hypersphere import recipe, report
-from hypersphere.data import DataError
+from hypersphere.data import DataError, load
 from hypersphere.energy import DiscriminatorMHE, energies, hyperspherical_energy, select
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import (
@@ -112,6 +113,8 @@ def test_default_widths_fit_the_image(shape, widths):
     ("shape", "options", "argument"),
     [
         ((1, 7, 8), {}, "widths"),
+        ((8, 8), {}, "shape"),
+        ((3, 512), {}, "shape"),
         *((GRAY, {"widths": widths}, "widths") for widths in ((4,), (4, 4, 4, 4, 4), (4, 0))),
         (GRAY, {"latent": 0}, "latent"),
         (GRAY, {"widen": "no"}, "widen"),
@@ -491,6 +494,10 @@ def test_distance_of_features():
     assert feature_distance(x[:, :1], x[:, :1] + 3) == pytest.approx(9)
     with pytest.raises(ArgumentError, match="two rows"):
         feature_distance(x[:1], y)
+    with pytest.raises(ArgumentError, match="others must have 3 columns"):
+        feature_distance(x, y[:, :2])
+    with pytest.raises(ArgumentError, match=r"got \(3,\), \(3, 3\), \(2,\), \(2, 2\)"):
+        frechet_distance(torch.zeros(3), torch.eye(3), torch.zeros(2), torch.eye(2))
 
 
 def test_balance_of_classes():
@@ -499,6 +506,9 @@ def test_balance_of_classes():
     shares = [0.5, 0.3, 0.2]
     expected = math.exp(-sum(p * math.log(p) for p in shares)) / 3
     assert class_balance(torch.tensor(shares)) == pytest.approx(expected, rel=1e-6)
+    for bad in ([], [0.0, 0.0]):
+        with pytest.raises(ArgumentError, match="shares must have shape"):
+            class_balance(torch.tensor(bad))
 
 
 # ------------------------------------------------------------------------------------------- samples and pictures
@@ -581,15 +591,15 @@ def train(folder, *overrides, name="digits-gan"):
     return trainer, trainer.fit()
 
 
+def train_classifier(folder, *overrides):
+    plan = ("data.hold_out=[]", "train.steps=3", "schedule.milestones=[2]", "model.width=2", "train.tensorboard=false")
+    train(folder, *plan, *overrides, name="digits-softmax")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("classifier") / "run"
-    train(
-        folder,
-        *("data.hold_out=[]", "train.steps=3", "schedule.milestones=[2]", "model.width=2", "train.tensorboard=false"),
-        name="digits-softmax",
-    )
-    return folder
+    return train_classifier(tmp_path_factory.mktemp("classifier") / "run")
 
 
 def test_a_run_with_a_classifier(tmp_path, classifier):
@@ -624,6 +634,17 @@ def test_a_run_with_a_classifier(tmp_path, classifier):
     assert metrics["classifier_frechet"] == pytest.approx(feature_distance(features, test), rel=1e-3)
     page = report.build([tmp_path / "a"])
     assert "Generated images" in page and "over training" in page
+
+
+def test_another_classifier_in_the_same_folder_is_another_judge(tmp_path):
+    trainer, _ = train(tmp_path / "gan", "train.steps=1")
+    found = []
+    for seed in (0, 1):
+        train_classifier(tmp_path / "c", f"seed={seed}")
+        options = {"classifier": str(tmp_path / "c"), "samples": 40, "splits": 2}
+        found.append(evaluations.create("generation", trainer.outputs(), **options)["classifier_frechet"])
+        shutil.rmtree(tmp_path / "c")
+    assert found[0] != found[1]
 
 
 def test_the_same_seed_gives_the_same_run_also_resumed(tmp_path):
@@ -695,6 +716,26 @@ def test_recipes():
         assert (plan_.data.batch_size, plan_.data.normalise, plan_.optimiser.weight_decay) == (64, "half", 0)
         assert [part.name for part in plan_.regularisers] == (["mhe-gan"] if name.endswith("mhe") else [])
     assert plans["cifar10-dcgan"].train.steps == 200_000 and plans["cifar10-dcgan"].evaluate.every == 5000
+
+
+def test_the_classifier_of_digits_learns_from_its_first_step_on():
+    plan_ = recipe.load("mnist-cnn")
+    torch.manual_seed(0)
+    model = create(plan_.model.name, (1, 28, 28), **plan_.model.options)
+    head = losses.create(plan_.loss.name, model.dim, 10)
+    digits = load("digits").train
+    images = F.interpolate(digits.images[:32].float(), 28, mode="bilinear")
+    images = (images - images.mean()) / images.std()
+    constants = {key: getattr(plan_.optimiser, key) for key in ("lr", "momentum", "weight_decay")}
+    optimiser = torch.optim.SGD([*model.parameters(), *head.parameters()], **constants)
+    seen = []
+    for _ in range(3):
+        loss = head(model(images), digits.labels[:32])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        seen.append(loss.item())
+    assert max(seen) < 4 and seen[-1] < seen[0] / 2  # a rate too large for the network takes it to tens
 
 
 def outputs(model):

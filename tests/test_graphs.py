@@ -257,7 +257,8 @@ def test_labels_of_more_classes_than_there_are(tmp_path):
     [
         {"edges": np.zeros((3, 4), int)}, {"edges": np.array([[0], [99]])}, {"label": np.full(13, 7)},
         {"train": np.array([-1])}, {"indices": np.full(60, 99)}, {"shape": np.array([13])},
-        {"values": np.array([object()])},
+        {"values": np.array([object()])}, {"label": np.eye(13, 7, dtype=int)}, {"val": np.array([[4, 5]])},
+        {"values": np.full(np.count_nonzero(graph_arrays()[0]), np.nan, np.float32)},
     ],
 )  # fmt: skip
 def test_bad_archives_name_themselves(tmp_path, changes):
@@ -629,8 +630,9 @@ def test_decay_of_the_model_alone():
 def test_evaluation_is_silent_where_there_is_no_graph(planted):
     eye = torch.eye(3)
     assert measure(Outputs(eye, eye, torch.arange(3), eye), ["graph"]) == {}
-    _, metrics = fit(planted, "pubmed-gcn", "train.steps=2", "data.hold_out=[1]", "data.batch_size=8")
+    trainer, metrics = fit(planted, "pubmed-gcn", "train.steps=2", "data.hold_out=[1]", "data.batch_size=8")
     assert "accuracy" in metrics and "validation_accuracy" not in metrics
+    assert "nodes by class" not in build([trainer.run.path])  # its classes would have the names of others
     assert "graph" in evaluations
 
 
@@ -759,5 +761,6 @@ def test_code_of_the_page_prints_what_stands_there():
             exec(compile(block, "docs/graphs.md", "exec"), names)
     assert output.getvalue() == "".join(re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     assert names["network"].layers[0].parametrizations
+    assert set(re.findall(r"\bhs\.(\w+)", page)) <= set(hs.__all__)  # other tests import more than that
     for name, (nodes, edges, width, classes, _, train, *_) in COUNTS.items():
         assert f"| {name.title()} | {nodes:,} | {edges:,} | {width:,} | {classes} | {train} |" in page

@@ -244,6 +244,21 @@ def test_one_metric_of_many_runs_as_a_matrix(make_run):
         results.rows_from_runs(runs, "Operators", matrix="acuracy")
 
 
+def test_published_values_stand_beside_the_metric_they_are_of(make_run):
+    runs = [
+        make_run("a", {"accuracy": 0.5, "mean_angle": 10.0}, "name=m-0.5"),
+        make_run("b", {"accuracy": 0.6, "mean_angle": 20.0}, "name=m-0.6", "optimiser.lr=0.5"),
+    ]
+    rows = results.rows_from_runs(runs, "Digits", published={"m-0.5": "51.2", "m-0.6.mean_angle": "about 19"})
+    assert [row.published for row in rows] == ["51.2", None, None, "about 19"]
+    for name in ("m-0.7", "m-0.5.eer", "m-0"):
+        with pytest.raises(RowError, match=f"published value of '{name}' is of no run here"):
+            results.rows_from_runs(runs, "Digits", published={name: "1"})
+    nothing = make_run("c", {}, "name=none")
+    with pytest.raises(RowError, match="published value of 'none'"):
+        results.rows_from_runs([nothing], "Digits", published={"none": "1"})
+
+
 @pytest.mark.parametrize("status", ["running", "interrupted", "diverged"])
 def test_only_finished_runs_are_recorded(make_run, status):
     run = make_run("a", {"accuracy": 0.5}, status=status)

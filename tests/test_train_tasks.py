@@ -11,12 +11,14 @@ from torch import nn
 
 from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit, datasets
+from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import evaluations
-from hypersphere.evaluate.protocols import measure
+from hypersphere.evaluate.protocols import Outputs, measure
 from hypersphere.models import models
+from hypersphere.nn import convert, operators
 from hypersphere.recipe import Augment, Optimiser, RecipeError, Rule
 from hypersphere.report import tasks
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.train import RunError, RunFolder, Trainer
 from hypersphere.train.batches import Preprocess
 from hypersphere.train.optimiser import parameter_groups
 
@@ -144,9 +146,10 @@ def test_options_of_evaluations_are_checked(registered):
     assert plan.hash != recipe.load("digits-softmax", ["evaluate.metrics=[classification, reach]"]).hash
 
 
-def test_measure_takes_names_and_options(registered):
-    assert measure.__doc__ is not None
-    assert "reach" in evaluations and evaluations["reach"].options[0].name == "factor"
+def test_two_evaluations_do_not_overwrite_each_other():
+    outputs = Outputs(torch.eye(2), torch.eye(2), torch.arange(2), torch.eye(2))
+    with pytest.raises(ArgumentError, match="metrics has two evaluations that give 'energy'; the second is 'energy'"):
+        measure(outputs, ["energy", {"name": "energy"}])
 
 
 def test_rules_set_rates_and_decay_by_name():
@@ -161,6 +164,75 @@ def test_rules_set_rates_and_decay_by_name():
         "head-*.bias": (1, 0.3, 0.01),
     }
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for m in (model, head) for p in m.parameters()}
+
+
+def test_a_rule_of_rates_leaves_the_decay_as_it_is():
+    model, head = Lookup(()), nn.Linear(3, 2)
+    rules = (Rule(match="*.bias", lr=2), Rule(match="head.*", lr=3))
+    groups = parameter_groups(model, head, Optimiser(lr=0.1, weight_decay=0.01, decay="weights", rules=rules), CPU)
+    found = {g["name"]: (round(g["base_lr"], 6), g["weight_decay"]) for g in groups}
+    assert found == {
+        "model-vectors": (0.1, 0.0),
+        "model-*.bias-vectors": (0.2, 0.0),
+        "head-*.bias-vectors": (0.2, 0.0),
+        "head-head.*": (0.3, 0.01),
+    }
+
+
+def test_a_rule_for_what_rules_do_not_change_is_a_mistake():
+    layer = convert(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False)), operators.create("sphere"))
+    with pytest.raises(ArgumentError, match=r"'model\.0\.\*', which fits no parameter .* that rules apply to"):
+        parameter_groups(layer, nn.Linear(2, 2), Optimiser(rules=(Rule(match="model.0.*", lr=2),)), CPU)
+
+
+@pytest.mark.parametrize("steps", [5, 20])
+def test_training_is_kept_where_an_evaluation_fails(registered, tmp_path, steps):
+    """Resumed when what it lacks is there, the run has the rows and results of one that never failed."""
+    calls = []
+
+    @evaluations.register("fickle")
+    def fickle(outputs, *, factor: float = 1.0):
+        """Fails the first time."""
+        calls.append(factor)
+        if len(calls) == 1:
+            raise ArgumentError("factor", "must be another one")
+        return {"most": float(outputs.logits.max())}
+
+    more = [
+        *(f"evaluate.every={steps}", "train.checkpoint_every=1000"),
+        "evaluate.metrics=[classification, {name: fickle, factor: 2}]",
+    ]
+    with pytest.raises(RunError, match=rf"evaluate\.metrics\.1\.factor.*\n.*up to step {steps}: .*hypersphere resume"):
+        train(tmp_path / "run", *more)
+    run = RunFolder.open(tmp_path / "run")
+    assert run.latest_checkpoint().name == f"step-{steps:08}" and run.facts()["status"] == "failed"
+    _, found = train(tmp_path / "run", *more)
+    assert len(calls) == 1 + 20 // steps
+    assert run.facts()["status"] == "finished" and run.facts()["shape"] == []
+    _, expected = train(tmp_path / "whole", *more)
+    assert found == expected and run.rows() == RunFolder.open(tmp_path / "whole").rows()
+
+
+def test_two_evaluations_of_one_metric_are_a_mistake(registered, tmp_path):
+    with pytest.raises(RunError, match=r"evaluate\.metrics .*two evaluations that give 'reach'"):
+        train(tmp_path, "evaluate.metrics=[{name: reach, factor: 1}, {name: reach, factor: 2}]")
+
+
+def test_an_artefact_may_be_what_is_kept_anyway(registered, tmp_path):
+    @evaluations.register("same")
+    def same(outputs):
+        """Leaves the features and a part of them."""
+        outputs.artefacts.update({"same/all": outputs.features, "same/part": outputs.features[:4]})
+        return {}
+
+    train(tmp_path / "run", "evaluate.metrics=[same]")
+    kept = report.runs.load_run(tmp_path / "run").artefacts
+    assert kept["same/all"].shape == (30, 3) and (kept["same/part"] == kept["same/all"][:4]).all()
+
+
+def test_a_change_for_other_samples_is_named_with_its_place(registered, tmp_path):
+    with pytest.raises(RecipeError, match=r"data\.augment\.flip.* must be left out here: it changes images"):
+        train(tmp_path, "data.augment.flip=true")
 
 
 def test_rule_that_fits_nothing_is_a_mistake(registered, tmp_path):

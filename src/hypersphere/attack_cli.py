@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
+import safetensors.torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from hypersphere import evaluate, recipe
 from hypersphere.errors import ArgumentError
 from hypersphere.train import RunFolder, Trainer, pick_device
 
 console = Console()
+
+ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
+"""Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""
 
 
 def attack_run(
@@ -24,7 +30,8 @@ def attack_run(
         list[str] | None, typer.Option("--attack", "-a", help="fgsm, bim, pgd or square; may be given several times")
     ] = None,
     eps: Annotated[str, typer.Option(help="budget of every pixel, of a range from 0 to 1: 0.03 or 8/255")] = "8/255",
-    steps: Annotated[int, typer.Option(help="steps of bim, pgd and square")] = 20,
+    steps: Annotated[int, typer.Option(help="steps of bim and pgd")] = 20,
+    queries: Annotated[int, typer.Option(help="squares that square tries, which needs no gradients")] = 300,
     images: Annotated[int, typer.Option(help="number of test images, evenly from the split; 0: all")] = 1000,
     source: Annotated[
         Path | None, typer.Option(metavar="RUN2", help="also attack with the gradients of this run's model")
@@ -37,8 +44,10 @@ def attack_run(
 ) -> None:
     """Attack the model of a run: accuracy under attack, and whether it can be believed."""
     folder = RunFolder.open(run)
+    # Read first: without them there is nothing to add to, and attacks take long.
+    before = folder.evaluation()["metrics"] if keep else {}
     options: dict[str, Any] = {"attacks": attack or ["fgsm", "bim", "pgd"], "eps": _budget(eps), "steps": steps}
-    options |= {"images": images, "masking": masking, "deepfool": deepfool}
+    options |= {"images": images, "masking": masking, "queries": queries, "deepfool": deepfool}
     options |= {"source": None if source is None else str(source)}
     plan = folder.recipe()
     # The recipe's own check tells unknown attacks and bad numbers.
@@ -50,7 +59,9 @@ def attack_run(
     metrics = trainer.metrics(outputs)
     _show(str(folder.facts()["name"]), metrics)
     if keep:
-        trainer.write_evaluation(outputs, folder.evaluation()["metrics"] | metrics)
+        outputs.artefacts.update(_other_pictures(folder))
+        others = {name: value for name, value in before.items() if not ATTACKED.fullmatch(name)}
+        trainer.write_evaluation(outputs, others | metrics)
         console.print(f"Kept in {folder.path}; see them with `hypersphere report {folder.path}`", highlight=False)
 
 
@@ -58,8 +69,16 @@ def _budget(value: str) -> float:
     """A number or a fraction as a number."""
     try:
         return float(Fraction(value))
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise ArgumentError("eps", f"must be a number or a fraction such as 8/255, got {value!r}") from None
+
+
+def _other_pictures(folder: RunFolder) -> dict[str, Tensor]:
+    """What other evaluations have left for the report."""
+    file = folder.path / "features.safetensors"
+    tensors = safetensors.torch.load_file(file) if file.is_file() else {}
+    found = {name.removeprefix("artefact/"): value for name, value in tensors.items() if name.startswith("artefact/")}
+    return {name: value for name, value in found.items() if not name.startswith("attacks/")}
 
 
 def _show(title: str, metrics: dict[str, float]) -> None:

@@ -55,13 +55,15 @@ class Attack(ABC):
         """
         if not images.is_floating_point():
             raise ArgumentError("images", f"must be floats in [0, 1], got {images.dtype}")
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ArgumentError("labels", f"must be classes (B,), got {labels.dtype} of shape {tuple(labels.shape)}")
         if len(images) != len(labels):
             raise ArgumentError("labels", f"must be as many as the {len(images)} images, got {len(labels)}")
         # On a GPU a look at the values would wait for it.
         if images.device.type == "cpu" and images.numel() and not 0 <= images.min() <= images.max() <= 1:
             raise ArgumentError("images", f"must be in [0, 1], got {images.min():g} to {images.max():g}")
         with torch.inference_mode(False), torch.no_grad():
-            images, labels = at_least_float32(images.detach()).clone(), labels.clone()
+            images, labels = at_least_float32(images.detach()).clone(), labels.to(torch.int64, copy=True)
             if not images.numel():
                 return images
             return self.perturb(predict, images, labels, generator)
@@ -331,8 +333,9 @@ class DeepFool(Attack):
     r"""DeepFool: the small change that takes an image to the nearest boundary of its class, if logits were linear.
 
     With :math:`w_k = \nabla z_k - \nabla z_y` and :math:`f_k = z_k - z_y`, each step goes to the class with the least
-    :math:`|f_k| / \|w_k\|`, until the predicted class changes; the sum of the steps is then stretched by ``1 +
-    overshoot``. There is no budget: the norm of the change is the result. It is an attack by gradients, too.
+    :math:`|f_k| / \|w_k\|`, until the predicted class changes; the image is changed by the sum of the steps so far,
+    stretched by ``1 + overshoot``. There is no budget: the norm of the change is the result. It is an attack by
+    gradients, too.
 
     Args:
         steps: Most steps.
@@ -492,11 +495,15 @@ class Foolbox(Attack):
         except ModuleNotFoundError as error:
             raise HypersphereError("this attack needs foolbox, which is not installed: pip install foolbox") from error
         kind = getattr(library.attacks, self.attack, None)
-        if kind is None:
+        if not isinstance(kind, type):
             raise ArgumentError("attack", f"must be the name of a class in foolbox.attacks, got {self.attack!r}")
+        try:
+            attack = kind(**(self.options or {}))
+        except TypeError as error:
+            raise ArgumentError("options", f"must be arguments of foolbox.attacks.{self.attack}: {error}") from error
         model = library.PyTorchModel(_Function(predict).eval(), bounds=(0, 1), device=images.device)
         with torch.enable_grad():
-            _, found, _ = kind(**(self.options or {}))(model, images, labels, epsilons=self.eps)
+            _, found, _ = attack(model, images, labels, epsilons=self.eps)
         return found.detach()
 
 

@@ -21,7 +21,7 @@ import hypersphere
 from hypersphere import angular, data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
 from hypersphere.attack_cli import attack_run
 from hypersphere.attacks import attacks
-from hypersphere.errors import HypersphereError
+from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.faces_cli import COMMANDS, gallery_app
 from hypersphere.plot_cli import plot_app
 from hypersphere.registry import Registry, UnknownNameError, did_you_mean
@@ -237,7 +237,10 @@ def record(
     ] = None,
 ) -> None:
     """Write the results of finished runs, averaged over seeds, as rows for the docs."""
-    values = dict(pair.partition("=")[::2] for pair in published or ())
+    for pair in published or ():
+        if not all(pair.rpartition("=")):
+            raise ArgumentError("published", f"must be NAME=VALUE or NAME.METRIC=VALUE, got {pair!r}")
+    values = dict(pair.split("=", 1) for pair in published or ())
     rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix, values)
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)

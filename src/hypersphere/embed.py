@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ FLIP_WORDS = {
     "concatenate": "features of image and mirror image side by side",
 }
 _GREY = (0.299, 0.587, 0.114)  # the luminance of a colour
-_SIZES = {"celeba-subset": (112, 96)}
 
 # --------------------------------------------------------------------------------------------- folders of images
 
@@ -208,8 +207,7 @@ class Embedder:
         checkpoint = self.run.latest_checkpoint()
         if checkpoint is None:
             raise RunError(f"{run} has no checkpoint yet: train it first, `hypersphere resume {run}`")
-        saved = _shapes(checkpoint / "state.safetensors")
-        self.shape = _image_shape(self.run, recipe, saved, size)
+        self.shape = _image_shape(self.run, recipe, checkpoint, size)
         with torch.random.fork_rng(devices=[]):
             model: Any = _Builder(recipe).build(self.shape)
         preprocess = Preprocess(self.shape, recipe.data.normalise, recipe.data.augment)
@@ -299,38 +297,37 @@ def _batches(split: FolderSplit, size: int, pool: ThreadPoolExecutor) -> Iterato
         yield [future.result() for future in ahead]
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a checkpoint."""
+def _image_shape(
+    run: RunFolder, recipe: Recipe, checkpoint: Path, size: tuple[int, int] | None
+) -> tuple[int, int, int]:
+    """Shape of the images of a run, as its trainer wrote it down; height and width may be given instead."""
+    shape = run.facts().get("shape")
+    if shape is None:  # of weights that came from elsewhere
+        size = size or recipe.data.options.get("size")
+        shape = [_channels(checkpoint / "state.safetensors"), *size] if size else _data_shape(run, recipe)
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise RunError(f"{run.path} is not of a network for images: it takes samples of the shape {tuple(shape)}")
+    channels, height, width = shape
+    return (channels, height, width) if size is None else (channels, size[0], size[1])
+
+
+def _channels(file: Path) -> int:
+    """Channels of the images that a checkpoint is for."""
     try:
         with safetensors.safe_open(str(file), framework="pt") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            return int(tensors.get_slice("preprocess.mean").get_shape()[0])
     except (OSError, safetensors.SafetensorError) as error:
         raise RunError(f"checkpoint {file} cannot be read: {error}") from error
 
 
-def _image_shape(
-    run: RunFolder, recipe: Recipe, saved: Mapping[str, tuple[int, ...]], size: tuple[int, int] | None
-) -> tuple[int, int, int]:
-    """Shape of the images of a run: channels as in its checkpoint, height and width as given or as it was trained."""
-    channels, *rest = saved.get("preprocess.mean", (3, 1, 1))
-    if channels not in (1, 3):
-        raise RunError(f"{run.path} is not of a network for images: it takes {channels} channels")
-    if size is None:
-        size = _SIZES.get(recipe.data.name, recipe.data.options.get("size"))
-    if size is None and max(rest) > 1:  # a mean image
-        size = (rest[0], rest[1])
-    if size is None:
-        try:
-            _, *side = data.load(recipe.data.name, run.data_root(), **recipe.data.options).train.shape
-        except DataError as error:
-            raise RunError(
-                f"{run.path} does not say how large its images are, and its data {recipe.data.name!r} is not here to "
-                "ask. Give the size as HEIGHTxWIDTH."
-            ) from error
-        if len(side) != 2:
-            raise RunError(f"{run.path} is not of a network for images, but for {recipe.data.name!r}")
-        size = (side[0], side[1])
-    return channels, size[0], size[1]
+def _data_shape(run: RunFolder, recipe: Recipe) -> tuple[int, ...]:
+    try:
+        return data.load(recipe.data.name, run.data_root(), **recipe.data.options).train.shape
+    except DataError as error:
+        raise RunError(
+            f"{run.path} does not say how large its images are, and its data {recipe.data.name!r} is not here to ask. "
+            "Give the size as HEIGHTxWIDTH."
+        ) from error
 
 
 def _load(checkpoint: Path, model: nn.Module, preprocess: nn.Module, *, averaged: bool) -> None:
@@ -358,6 +355,6 @@ def parse_size(text: str) -> tuple[int, int]:
         (112, 96)
     """
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
-    if found is None or "0" in found.groups():
+    if found is None or not all(map(int, found.groups())):
         raise ArgumentError("size", f"must be HEIGHTxWIDTH such as 112x96, got {text!r}")
     return int(found[1]), int(found[2])

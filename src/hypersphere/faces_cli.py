@@ -130,10 +130,13 @@ def _points(file: Path, found: Sequence[Photo]) -> Tensor:
     """Landmarks ``(N, 5, 2)`` of images, NaN for those that the file does not have."""
     known = read_landmarks(file)
     nowhere = torch.full((5, 2), math.nan)
-    points = []
+    points, owners = [], dict[str, Path]()
     for photo in found:
         names = (photo.name, f"{photo.file.parent.name}/{photo.file.stem}")  # also where a single image was given
-        points.append(next((known[name] for name in names if name in known), nowhere))
+        name = next((name for name in names if name in known), "")
+        if name and owners.setdefault(name, photo.file) != photo.file:
+            raise DataError(f"{file} has one line for {name}, which is {owners[name]} and {photo.file}: rename one.")
+        points.append(known.get(name, nowhere))
     if not any(bool(point.isfinite().all()) for point in points):
         raise DataError(
             f"{file} has landmarks of {len(known):,} images, but of none of the {len(found):,} here. Its first column "
@@ -440,6 +443,13 @@ def identify(
             f"nobody in {probes} ({looked[0].person}, ...) is in {gallery} ({known[0].person}, ...): subfolders of one "
             "person must have one name."
         )
+    enrolled = {photo.file.resolve() for photo in known}
+    both = [photo.file for photo in looked if photo.file.resolve() in enrolled]
+    if both:
+        raise DataError(
+            f"{len(both):,} probes are in the gallery, too, such as {both[0]}, and would find themselves: take them "
+            "out of one of the two folders."
+        )
     embedder = settings.embedder(run)
     made = settings.embed(embedder, [*known, *looked, *hidden], "embed")
     features, kept = made.combined(embedder.flip), made.kept
@@ -466,7 +476,7 @@ def identify(
     how = f"{score} scores, {FLIP_WORDS[embedder.flip]}" + (", one mean feature a person" if average else "")
     _print(
         f"{len(people):,} probes of {len(set(people)):,} people, {strangers:,} of them of unknown ones, against "
-        f"{result.size:,} entries of {len(people_known):,} people"
+        f"{len(entries):,} entries of {len(people_known):,} people"
         + (f" and {len(others):,} distractors" if len(others) else "")
     )
     _print(f"{embedder.name}: {how}")
@@ -636,8 +646,10 @@ def gallery_search(
         near = ", ".join(f"{match.name} {match.score:.4f}" for match in matches) if top > 1 or not known else ""
         who = f"[bold green]{escape(str(best.name))}[/]" if known else "[yellow]unknown[/]"
         grid.add_row(escape(str(photo.file)), who, f"{best.score:.4f}", escape(near))
-    console.print(grid, width=None if console.is_terminal else 240)  # lines that other programs can read
-    _print(f"known above a cosine of {line:.4f}" + (f" (FAR {calibration.target_far:g})" if calibration else ""))
+    # Where nobody looks, lines that other programs can read: a console breaks them at its width, which is 80 then.
+    (console if console.is_terminal else Console(file=console.file, width=1000)).print(grid)
+    rate = f" (FAR {calibration.target_far:g})" if calibration and threshold is None else ""
+    _print(f"known above a cosine of {line:.4f}{rate}")
     if output is not None:
         _write_json(output, {"threshold": line, "images": rows, "skipped": [str(one) for one in made.skipped]})
         _print(f"Results: {output}")

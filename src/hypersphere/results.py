@@ -127,9 +127,13 @@ def rows_from_runs(
 
     Returns:
         A row for each recipe and metric.
+
+    Raises:
+        RowError: A run is not finished, or a published value is of no run or metric here.
     """
     if matrix is not None:
         check_choice("matrix", matrix, tuple(METRICS))
+    published, placed = published or {}, set[str]()
     by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
     for run in runs:
         if run.facts()["status"] != "finished":
@@ -142,8 +146,10 @@ def rows_from_runs(
         facts = first.facts()
         values = [run.evaluation()["metrics"] for _, run in members]
         shown = [key for key in METRICS if all(key in metrics for metrics in values) and matrix in (None, key)]
-        known = {name if "." in name else f"{name}.{shown[0]}": value for name, value in (published or {}).items()}
         for key in shown:
+            names = [f"{recipe.name}.{key}", *([recipe.name] if key == shown[0] else [])]
+            known = next((name for name in names if name in published), "")
+            placed.add(known)
             percent = METRICS[key].form.endswith("%}")
             mean, interval = mean_and_interval([metrics[key] * (100 if percent else 1) for metrics in values])
             rows.append(
@@ -162,10 +168,12 @@ def rows_from_runs(
                     date=facts["finished"][:10],
                     recipe=recipe.name,
                     recipe_hash=recipe_hash,
-                    published=known.get(f"{recipe.name}.{key}"),
+                    published=published.get(known),
                     note=note,
                 )
             )
+    for name in sorted(published.keys() - placed):
+        raise RowError(f"the published value of {name!r} is of no run here, or of none of its metrics")
     return rows
 
 

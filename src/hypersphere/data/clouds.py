@@ -123,7 +123,7 @@ def _read_arrays(path: Path) -> tuple[Floats, NDArray[np.int64], tuple[str, ...]
             names = tuple(map(str, arrays["class_name"].tolist()))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{plain} is not a file of ModelNet40 ({error}). Get the file again.") from error
-    if clouds.ndim != 3 or clouds.shape[2] != 3 or len(clouds) != len(labels) or not np.isfinite(clouds).all():
+    if clouds.ndim != 3 or clouds.shape[2] != 3 or labels.shape != clouds.shape[:1] or not np.isfinite(clouds).all():
         raise DataError(
             f"{plain} has clouds of shape {clouds.shape} and labels of shape {labels.shape}, expected finite numbers "
             "(N, P, 3) and (N,). Get the file again."
@@ -158,6 +158,8 @@ def _read_texts(folder: Path, file: str, names: tuple[str, ...], points: int) ->
                 rows = [list(map(float, line.split(",")[:3])) for line in islice(lines, points)]
             # Up is the second coordinate there.
             clouds[index] = np.asarray(rows, dtype=np.float32).reshape(points, 3)[:, [2, 0, 1]]
+            if not np.isfinite(clouds[index]).all():
+                raise ValueError("not all of them are finite numbers")
         except (OSError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path} cannot be read as {points} lines of x, y, z ({error}). Get the file again, or fewer points."
@@ -311,7 +313,7 @@ def change_clouds(
         generator: Source of the draws, on the device of the clouds.
         rotate: Turn about the third axis, which points up, by any angle.
         tilt: Deviation of the angles of small turns about all three axes, which are at most 3 times as large.
-        scale: Largest factor on the size; factors are drawn between its inverse and itself.
+        scale: Largest factor on the size, at least 1; factors are drawn between its inverse and itself.
         shift: Largest shift along each axis.
         jitter: Deviation of each coordinate of each point, which moves by at most 5 times as much.
         shuffle: Bring the points into a random order, the same in all clouds.
@@ -327,6 +329,7 @@ def change_clouds(
         >>> torch.equal(turned[:, 2], clouds[:, 2])
         True
     """
+    check_range("scale", scale, 1)
     total = len(clouds) if batch_size is None else batch_size
     drawn: dict[str, Any] = {"generator": generator, "device": clouds.device, "dtype": clouds.dtype}
     if rotate:
@@ -341,8 +344,7 @@ def change_clouds(
         x, y = _turned(x, y, angles[2])
         clouds = torch.stack([x, y, z], 1)
     if scale != 1:
-        low, high = sorted((1 / scale, scale))
-        clouds = clouds * (low + (high - low) * torch.rand(total, 1, 1, **drawn)[share])
+        clouds = clouds * (1 / scale + (scale - 1 / scale) * torch.rand(total, 1, 1, **drawn)[share])
     if shift:
         clouds = clouds + shift * (2 * torch.rand(total, 3, 1, **drawn)[share] - 1)
     if jitter:

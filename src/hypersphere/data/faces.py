@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,15 @@ from torch import Tensor
 from hypersphere.data.align import align
 from hypersphere.data.folder import _SUFFIXES
 from hypersphere.data.sources import Layout, Source, content, datasets, labelled_images, locate, sources
-from hypersphere.data.splits import DataError, Dataset, FolderSplit, TensorSplit, optional_module, stratified_split
+from hypersphere.data.splits import (
+    DataError,
+    Dataset,
+    FolderSplit,
+    TensorSplit,
+    decode_image,
+    optional_module,
+    stratified_split,
+)
 from hypersphere.errors import ArgumentError, check_range
 
 # ------------------------------------------------------------------------------------------------------- pairs
@@ -241,7 +248,7 @@ class AlignedSplit(FolderSplit):
         files: One image file per label.
         labels: ``(N,)`` int64.
         size: ``(H, W)`` of the aligned images.
-        landmarks: ``(N, 5, 2)`` in each image, see :func:`hypersphere.data.align.align`.
+        landmarks: ``(N, 5, 2)`` in each image as it is shown, upright; see :func:`hypersphere.data.align.align`.
 
     Example:
         >>> faces = AlignedSplit((Path("ann.jpg"),), torch.tensor([0]), (112, 96), torch.rand(1, 5, 2))
@@ -256,6 +263,13 @@ class AlignedSplit(FolderSplit):
         files = tuple(self.files[i] for i in indices.tolist())
         return AlignedSplit(files, labels, self.size, self.landmarks[indices])
 
+    def join(self, other: FolderSplit, labels: Tensor) -> AlignedSplit:
+        """These images and then those of ``other``, with new ``labels``."""
+        if not isinstance(other, AlignedSplit):
+            raise ArgumentError("splits", "of one data set must all be aligned or none of them")
+        points = torch.cat([self.landmarks, other.landmarks])
+        return AlignedSplit(self.files + other.files, labels, self.size, points)
+
     def read(self, index: int) -> Tensor:
         """Decode and align one image.
 
@@ -266,15 +280,7 @@ class AlignedSplit(FolderSplit):
             DataError: The file is missing, damaged or cut short, or its landmarks are at one place; the message names
                 it.
         """
-        image_module = optional_module("PIL.Image", "pillow")
-        try:
-            with image_module.open(self.files[index]) as image:
-                pixels = np.array(image.convert("RGB"))
-        except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
-            raise DataError(
-                f"{self.files[index]} cannot be decoded ({error}). Replace the file or delete it."
-            ) from error
-        face = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        face = torch.from_numpy(np.array(decode_image(self.files[index]))).permute(2, 0, 1)[None]
         try:
             return align(face, self.landmarks[index, None], self.size)[0]
         except ArgumentError as error:

@@ -132,6 +132,11 @@ def _undirected(edges: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
 def _check(path: Path, graph: _Graph, classes: int) -> None:
     """Raise for numbers of nodes that do not exist and for labels that no class has."""
     nodes = len(graph.features)
+    for part in _Graph._fields[2:]:
+        if getattr(graph, part).ndim != 1:
+            raise _damaged(path, f"has {part} of shape {getattr(graph, part).shape}, expected a list of numbers")
+    if not np.isfinite(graph.features).all():
+        raise _damaged(path, "has features that are no finite numbers")
     for what, numbers in (("edges", graph.edges), *((part, getattr(graph, part)) for part in _Graph._fields[3:])):
         if not numbers.size or numbers.min() < 0 or numbers.max() >= nodes:
             raise _damaged(path, f"has {what} of nodes other than 0 to {nodes - 1}, or none")

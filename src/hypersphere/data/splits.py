@@ -36,6 +36,21 @@ def optional_module(name: str, package: str) -> Any:
         ) from error
 
 
+def decode_image(file: Path) -> Any:
+    """An image file as a PIL image of RGB, upright: turned as the orientation in its EXIF data says.
+
+    Raises:
+        DataError: The file is missing, damaged or cut short; the message names it.
+    """
+    image_module = optional_module("PIL.Image", "pillow")
+    upright = optional_module("PIL.ImageOps", "pillow").exif_transpose
+    try:
+        with image_module.open(file) as image:
+            return upright(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
+        raise DataError(f"{file} cannot be decoded ({error}). Replace the file or delete it.") from error
+
+
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
     """Images, or other samples, that are resident as one tensor.
@@ -102,8 +117,12 @@ class FolderSplit:
         """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
         return FolderSplit(tuple(self.files[i] for i in indices.tolist()), labels, self.size)
 
+    def join(self, other: FolderSplit, labels: Tensor) -> FolderSplit:
+        """These images and then those of ``other``, with new ``labels``."""
+        return FolderSplit(self.files + other.files, labels, self.size)
+
     def read(self, index: int) -> Tensor:
-        """Decode one image: RGB, scaled by its shorter side to cover ``size``, then cropped at the centre.
+        """Decode one image: upright RGB, scaled by its shorter side to cover ``size``, then cropped at the centre.
 
         Returns:
             ``(3, H, W)`` uint8.
@@ -111,16 +130,10 @@ class FolderSplit:
         Raises:
             DataError: The file is missing, damaged or cut short; the message names it.
         """
-        image_module = optional_module("PIL.Image", "pillow")
         fit = optional_module("PIL.ImageOps", "pillow").fit
+        resampling = optional_module("PIL.Image", "pillow").Resampling.BILINEAR
         height, width = self.size
-        try:
-            with image_module.open(self.files[index]) as image:
-                rgb = fit(image.convert("RGB"), (width, height), image_module.Resampling.BILINEAR)
-        except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
-            raise DataError(
-                f"{self.files[index]} cannot be decoded ({error}). Replace the file or delete it."
-            ) from error
+        rgb = fit(decode_image(self.files[index]), (width, height), resampling)
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
 
 
@@ -245,7 +258,7 @@ def _join(first: Split, second: Split) -> Split:
     if isinstance(first, TensorSplit) and isinstance(second, TensorSplit):
         return TensorSplit(torch.cat([first.images, second.images]), labels)
     if isinstance(first, FolderSplit) and isinstance(second, FolderSplit):
-        return FolderSplit(first.files + second.files, labels, first.size)
+        return first.join(second, labels)
     raise ArgumentError("splits", "of one data set must be of one kind, got a TensorSplit and a FolderSplit")
 
 

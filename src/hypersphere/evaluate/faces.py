@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hypersphere.data import DataError
 from hypersphere.data.faces import Pairs, lfw_pairs
 from hypersphere.evaluate.folds import lfw10
 from hypersphere.evaluate.metrics import equal_error_rate, pair_similarity
@@ -19,9 +20,9 @@ BATCH = 500
 
 
 @lru_cache(maxsize=1)
-def _faces(size: tuple[int, int], folder: str) -> tuple[Pairs, Tensor]:
+def _faces(size: tuple[int, int], root: Path | None) -> tuple[Pairs, Tensor]:
     """Pairs and aligned faces ``(N, 3, H, W)``, decoded once for all evaluations of a process."""
-    pairs, faces = lfw_pairs(Path(folder) if folder else None, size)
+    pairs, faces = lfw_pairs(root, size)
     return pairs, torch.stack([faces.read(index) for index in range(len(faces))])
 
 
@@ -39,12 +40,14 @@ def lfw(
         outputs: Outputs of a network of colour faces.
         variant: How features are compared, see :func:`~hypersphere.evaluate.lfw10`.
         folder: Data root with the folder ``lfw`` of ``images``, ``landmarks.txt`` and ``pairs.txt``; by default it is
-            looked for like other data.
+            looked for where the training data is.
     """
     if outputs.features_of is None or outputs.data is None:
         return {}
     shape = outputs.data.test.shape
-    pairs, faces = _faces((shape[1], shape[2]), folder)
+    if len(shape) != 3 or shape[0] != 3:
+        raise DataError(f"LFW needs a network of colour images, but this one takes samples of the shape {shape}.")
+    pairs, faces = _faces((shape[1], shape[2]), Path(folder) if folder else outputs.data_root)
     device = outputs.features.device
     parts = []
     for images in faces.split(BATCH):

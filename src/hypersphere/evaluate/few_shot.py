@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.geometry import full_precision
 
 Classifier = Literal["baseline", "baseline++", "nearest"]
 CLASSIFIERS: tuple[Classifier, ...] = ("baseline", "baseline++", "nearest")
@@ -227,36 +228,42 @@ def classify(
         >>> classify(support, support, "nearest").flatten()
         tensor([0, 1, 2])
     """
+    if support.dim() != 4 or query.dim() != 4 or any(support.shape[i] != query.shape[i] for i in (0, 1, 3)):
+        shapes = f"{tuple(support.shape)} and {tuple(query.shape)}"
+        raise ArgumentError("support", f"and query must have the shapes (E, N, K, D) and (E, N, Q, D), got {shapes}")
+    check_range("support", support.shape[2], 1)
     check_choice("classifier", classifier, CLASSIFIERS)
     check_range("epochs", epochs, 1)
     check_range("batch_size", batch_size, 1)
     check_range("lr", lr, 0, open_low=True)
     check_range("weight_decay", weight_decay, 0)
     if support.dtype in (torch.float16, torch.bfloat16):
-        support, query = support.float(), query.float()
-    flat = query.flatten(1, 2)
-    if classifier == "nearest":
-        means = F.normalize(support, dim=3).mean(2)
-        scores = F.normalize(flat, dim=2) @ F.normalize(means, dim=2).mT
-    else:
-        count, ways, shots, dim = support.shape
-        # Seeds of runs and episodes are below 2**32: this is no generator that episodes are drawn from.
-        generator = torch.Generator().manual_seed(2**32 + seed)
-        model = EpisodeClassifiers(
-            count,
-            ways,
-            dim,
-            scale=scale if classifier == "baseline++" else None,
-            learn_norms=learn_norms,
-            generator=generator,
-            dtype=support.dtype,
-        ).to(support.device)
-        if support.device.type == "cpu":  # elsewhere the steps take as long for any dimension
-            support, flat = _in_few_dimensions(model, support, flat)
-        orders = torch.rand(count, epochs, ways * shots, generator=generator).argsort(2).to(support.device)
-        model.fit(support, orders, batch_size=batch_size, lr=lr, weight_decay=weight_decay)
-        with torch.no_grad():
-            scores = model(flat)
+        support = support.float()
+    flat = query.to(support.dtype).flatten(1, 2)
+    # Classifiers are trained also where gradients are switched off, or products rounded.
+    with torch.inference_mode(False), full_precision(support):
+        if classifier == "nearest":
+            means = F.normalize(support, dim=3).mean(2)
+            scores = F.normalize(flat, dim=2) @ F.normalize(means, dim=2).mT
+        else:
+            count, ways, shots, dim = support.shape
+            # Seeds of runs and episodes are below 2**32: this is no generator that episodes are drawn from.
+            generator = torch.Generator().manual_seed(2**32 + seed)
+            model = EpisodeClassifiers(
+                count,
+                ways,
+                dim,
+                scale=scale if classifier == "baseline++" else None,
+                learn_norms=learn_norms,
+                generator=generator,
+                dtype=support.dtype,
+            ).to(support.device)
+            if support.device.type == "cpu":  # elsewhere the steps take as long for any dimension
+                support, flat = _in_few_dimensions(model, support, flat)
+            orders = torch.rand(count, epochs, ways * shots, generator=generator).argsort(2).to(support.device)
+            model.fit(support, orders, batch_size=batch_size, lr=lr, weight_decay=weight_decay)
+            with torch.no_grad():
+                scores = model(flat)
     return scores.argmax(2).unflatten(1, query.shape[1:3])
 
 
@@ -286,6 +293,8 @@ def mean_and_interval(accuracies: Tensor) -> tuple[float, float]:
         >>> mean_and_interval(torch.tensor([0.0, 1.0, 0.0, 1.0]))
         (0.5, 0.49)
     """
+    if accuracies.dim() != 1 or not len(accuracies):
+        raise ArgumentError("accuracies", f"must have shape (E,) and not be empty, got {tuple(accuracies.shape)}")
     values = accuracies.double()
     return float(values.mean()), 1.96 * float(values.std(correction=0)) / math.sqrt(len(values))
 

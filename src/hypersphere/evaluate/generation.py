@@ -75,6 +75,9 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
         >>> frechet_distance(torch.zeros(2), eye, torch.tensor([3.0, 4.0]), 4 * eye)
         27.0
     """
+    if not mean.shape == other_mean.shape == covariance.shape[1:] == other_covariance.shape[1:]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (mean, covariance, other_mean, other_covariance))
+        raise ArgumentError("mean", f"and the others must have the shapes (D,), (D, D), (D,) and (D, D), got {shapes}")
     covariance, other_covariance = covariance.double(), other_covariance.double()
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
@@ -95,6 +98,8 @@ def feature_distance(features: Tensor, others: Tensor) -> float:
     for name, rows in (("features", features), ("others", others)):
         if rows.dim() != 2 or len(rows) < 2:
             raise ArgumentError(name, f"must have shape (N, D) with two rows or more, got {tuple(rows.shape)}")
+    if features.shape[1] != others.shape[1]:
+        raise ArgumentError("others", f"must have {features.shape[1]} columns like features, got {others.shape[1]}")
     first, second = features.double(), others.double()
     covariances = [torch.cov(rows.mT).view(rows.shape[1], -1) for rows in (first, second)]
     return frechet_distance(first.mean(0), covariances[0], second.mean(0), covariances[1])
@@ -107,6 +112,8 @@ def class_balance(shares: Tensor) -> float:
         >>> class_balance(torch.tensor([0.5, 0.5, 0.0, 0.0]))
         0.5
     """
+    if shares.dim() != 1 or not shares.any():
+        raise ArgumentError("shares", f"must have shape (C,) and not be all 0, got {shares.tolist()}")
     shares = shares.double() / shares.double().sum()
     return float((-torch.xlogy(shares, shares).sum()).exp() / len(shares))
 
@@ -123,10 +130,10 @@ def _judged(judge: Judge, images: Tensor, batch: int, device: torch.device) -> t
 
 
 @lru_cache(maxsize=1)
-def _classifier(run: Path, checkpoint: Path | None, device: torch.device) -> tuple[Any, Judge]:
+def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.device) -> tuple[Any, Judge]:
     """The trainer of another run with its last weights, and its model and head as one function.
 
-    Kept, since it is asked for at every evaluation; a newer checkpoint is another one.
+    Kept, since it is asked for at every evaluation; a newer checkpoint, also of the same name, is another one.
     """
     from hypersphere.train import RunFolder, Trainer  # noqa: PLC0415 (it evaluates, and so imports this)
 
@@ -148,7 +155,9 @@ def _load_classifier(path: str, outputs: Outputs, device: torch.device) -> Judge
     from hypersphere.train import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
 
     run = Path(path).expanduser().resolve()
-    trainer, judge = _classifier(run, RunFolder.open(run).latest_checkpoint(), device)
+    checkpoint = RunFolder.open(run).latest_checkpoint()
+    time = 0 if checkpoint is None else checkpoint.stat().st_mtime_ns
+    trainer, judge = _classifier(run, checkpoint, time, device)
     data = outputs.data
     if data is not None and (trainer.data.name, trainer.data.class_names) != (data.name, data.class_names):
         theirs, ours = (f"{d.name!r} with {len(d.class_names)} classes" for d in (trainer.data, data))

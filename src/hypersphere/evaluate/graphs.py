@@ -18,7 +18,7 @@ from hypersphere.evaluate.protocols import Outputs, evaluations
 def graph(outputs: Outputs) -> dict[str, float]:
     """Accuracy and cross-entropy of a graph's validation nodes; leaves the features of all nodes.
 
-    There is no metric for data that is no graph, nor where classes were held out.
+    There is nothing for data that is no graph, nor where classes were held out: the others have new numbers then.
     """
     data = outputs.data
     if data is None or "edges" not in data.context or outputs.features_of is None or outputs.predict is None:
@@ -26,6 +26,8 @@ def graph(outputs: Outputs) -> dict[str, float]:
     labels, validation, edges = (data.context[key] for key in ("labels", "validation", "edges"))
     device = outputs.features.device
     scores = outputs.predict(torch.arange(len(labels), device=device))
+    if int(labels.max()) >= scores.shape[1]:
+        return {}
     features = outputs.features_of(torch.arange(len(labels), device=device))
     trained = torch.zeros(len(labels), dtype=torch.bool)
     if isinstance(data.train, TensorSplit):
@@ -40,8 +42,6 @@ def graph(outputs: Outputs) -> dict[str, float]:
         "graph/classes": torch.tensor(list(names), dtype=torch.uint8),
     }
     outputs.artefacts.update(found)
-    if int(labels.max()) >= scores.shape[1]:
-        return {}
     chosen = validation.to(device)
     known = labels.to(device)[chosen]
     loss = F.cross_entropy(scores[chosen].float(), known)

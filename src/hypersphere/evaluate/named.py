@@ -112,7 +112,9 @@ def ijb(
         >>> found.identification.rank
         tensor([1, 1])
     """
-    if pairs is None and (gallery is None or probes is None):
+    if (gallery is None) != (probes is None):
+        raise ArgumentError("gallery" if gallery is None else "probes", "must be given, too: they go together")
+    if pairs is None and gallery is None:
         raise ArgumentError("pairs", "or gallery and probes must be given: there is nothing to compare")
     names, pooled = pool_templates(features, templates, media, unit=unit)
     place = {name: index for index, name in enumerate(names)}

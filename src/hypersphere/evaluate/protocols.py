@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from hypersphere.data import Dataset
 from hypersphere.energy import hyperspherical_energy
+from hypersphere.errors import ArgumentError
 from hypersphere.evaluate.metrics import accuracy, class_centres, equal_error_rate, pair_scores
 from hypersphere.geometry import angle, angle_matrix
 from hypersphere.registry import Registry
@@ -38,6 +40,7 @@ class Outputs:
             differentiable.
         predict: The same to scores ``(B, C)``.
         seed: The run's seed, for what an evaluation draws.
+        data_root: Where data sets are looked for, where that was said.
         artefacts: Where an evaluation leaves tensors for the pictures of the report, as ``section/name``.
     """
 
@@ -53,6 +56,7 @@ class Outputs:
     features_of: Callable[[Tensor], Tensor] | None = None
     predict: Callable[[Tensor], Tensor] | None = None
     seed: int = 0
+    data_root: Path | None = None
     artefacts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -270,7 +274,10 @@ def measure(outputs: Outputs, names: Iterable[str | Mapping[str, Any]]) -> dict[
     for given in names:
         name, options = (given, {}) if isinstance(given, str) else (given["name"], {**given})
         options.pop("name", None)
-        result |= evaluations.create(name, outputs, **options)
+        found = evaluations.create(name, outputs, **options)
+        for key in result.keys() & found.keys():
+            raise ArgumentError("metrics", f"has two evaluations that give {key!r}; the second is {name!r}")
+        result |= found
     return result
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hypersphere.attacks import Attack, DeepFool, Predict, Square, attacked, attacks, gradients, lengths
+from hypersphere.attacks import Attack, DeepFool, Predict, attacked, attacks, gradients, lengths
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.evaluate.protocols import Outputs, evaluations
 
@@ -137,26 +137,31 @@ def robustness(
     they are, ``accuracy_transfer_NAME`` that under attacks made for ``source``. ``masking_...`` are the checks
     (:func:`explain` says them in words), ``masking_signs`` how many of them speak for masking. ``accuracy_strongest``
     is the lowest accuracy under any attack of that budget. ``deepfool_l2`` and ``deepfool_linf`` are medians of the
-    smallest change that DeepFool finds for images that are classified rightly.
+    smallest change that DeepFool finds for images that are classified rightly; those that it does not fool count as
+    infinitely far, and there is no median if they are more than half.
 
     Args:
         outputs: What the model puts out.
         attacks: Names of attacks.
         eps: Budget, in units of the pixels' range.
-        steps: Of the attacks that take several.
+        steps: Of ``bim`` and ``pgd``.
         strengths: Budgets of the curve; ``None``: multiples of ``eps`` from 0 to 4.
         images: Number of test images, evenly from the split; 0 takes all.
         batch_size: Images at a time.
         source: Folder of a run on the same data, whose model makes transfer attacks.
         masking: Make the checks.
-        queries: Looks at the model that the attack without gradients takes.
-        deepfool: Number of images for DeepFool, of those; 0 leaves it out.
+        queries: Squares that ``square`` tries, which needs no gradients.
+        deepfool: Number of images for DeepFool, evenly from those; 0 leaves it out.
     """
     check_range("images", images, 0)
+    check_range("batch_size", batch_size, 1)
+    check_range("queries", queries, 0)
     check_range("deepfool", deepfool, 0)
+    for strength in strengths or ():
+        check_range("strengths", strength, 0)
     chosen, labels = _samples(outputs, images)
     predict = _required(outputs.predict)
-    run = _Measure(predict, chosen, labels, eps, steps, batch_size, outputs.seed)
+    run = _Measure(predict, chosen, labels, eps, steps, queries, batch_size, outputs.seed)
     found = {"accuracy_natural": run.accuracy(chosen)}
     adversarial: dict[str, Tensor] = {}
     for name in attacks:
@@ -168,7 +173,7 @@ def robustness(
             for name in attacks:
                 found[f"accuracy_transfer_{name}"] = run.accuracy(run.attacked(name, predict=other))
     if masking:
-        found |= _checks(run, attacks, curves, found, queries)
+        found |= _checks(run, attacks, curves, found)
     if deepfool:
         found |= _deepfool(run, deepfool, outputs.artefacts)
     _keep(outputs, run, curves, adversarial, found)
@@ -179,22 +184,28 @@ class _Measure:
     """A model, images and an attack's constants: what every measurement here has in common."""
 
     def __init__(
-        self, predict: Predict, images: Tensor, labels: Tensor, eps: float, steps: int, batch_size: int, seed: int
+        self,
+        predict: Predict,
+        images: Tensor,
+        labels: Tensor,
+        eps: float,
+        steps: int,
+        queries: int,
+        batch_size: int,
+        seed: int,
     ) -> None:
         self.predict, self.images, self.labels = predict, images, labels
-        self.eps, self.steps, self.batch_size, self.seed = eps, steps, batch_size, seed
+        self.eps, self.steps, self.queries, self.batch_size, self.seed = eps, steps, queries, batch_size, seed
 
     def attack(self, name: str, **options: object) -> Attack:
         """An attack with the constants that it takes."""
         known = {option.name for option in attacks[name].options}
-        shared = {"eps": self.eps, "steps": self.steps} | options
+        shared = {"eps": self.eps, "steps": self.queries if name == "square" else self.steps} | options
         return attacks.create(name, **{key: value for key, value in shared.items() if key in known})
 
     def attacked(self, name: str, *, predict: Predict | None = None, **options: object) -> Tensor:
         """Adversarial images, by the gradients of another model if it is given."""
-        return self.run(self.attack(name, **options), predict or self.predict)
-
-    def run(self, attack: Attack, predict: Predict) -> Tensor:
+        attack, predict = self.attack(name, **options), predict or self.predict
         return attacked(attack, predict, self.images, self.labels, batch_size=self.batch_size, seed=self.seed)
 
     @torch.no_grad()
@@ -218,10 +229,14 @@ def _samples(outputs: Outputs, count: int) -> tuple[Tensor, Tensor]:
     stored = outputs.images
     if stored is None or stored.dtype != torch.uint8 or stored.dim() != 4:
         raise ArgumentError("attacks", "needs test images that are one tensor of bytes; other samples have no range")
-    total = len(stored)
-    places = torch.linspace(0, total - 1, min(count or total, total), dtype=torch.float64).long()
+    places = _evenly(len(stored), count or len(stored))
     labels = outputs.labels[places.to(outputs.labels.device)]
     return stored[places.to(stored.device)].to(labels.device).float() / 255, labels
+
+
+def _evenly(total: int, limit: int) -> Tensor:
+    """At most ``limit`` places spread over all: a split may be sorted by class."""
+    return torch.linspace(0, total - 1, min(total, limit), dtype=torch.float64).long()
 
 
 def _curves(
@@ -239,17 +254,18 @@ def _curves(
 
 
 def _checks(
-    run: _Measure, names: tuple[Bounded, ...], curves: Mapping[str, Tensor], found: Mapping[str, float], queries: int
+    run: _Measure, names: tuple[Bounded, ...], curves: Mapping[str, Tensor], found: Mapping[str, float]
 ) -> dict[str, float]:
     """The checks for masking, and how many of them speak for it."""
     pgd = found["accuracy_pgd"] if "pgd" in names else run.accuracy(run.attacked("pgd"))
     more = run.accuracy(run.attacked("pgd", steps=MORE * run.steps))
     margin = run.accuracy(run.attacked("pgd", loss="margin"))
-    square = run.accuracy(run.run(Square(run.eps, queries), run.predict))
+    square = found["accuracy_square"] if "square" in names else run.accuracy(run.attacked("square"))
     by_gradient = min([pgd, *(found[f"accuracy_{name}"] for name in names if name != "square")])
+    transfers = {n: found[key] for n in names if (key := f"accuracy_transfer_{n}") in found}
     result = {
         "accuracy_square": square,
-        "accuracy_strongest": min(by_gradient, more, margin, square),
+        "accuracy_strongest": min(by_gradient, more, margin, square, *transfers.values()),
         "masking_gradient_free": by_gradient - square,
         "masking_steps": pgd - more,
         "masking_loss": pgd - margin,
@@ -259,11 +275,11 @@ def _checks(
     if "fgsm" in names:
         result["masking_single_step"] = pgd - found["accuracy_fgsm"]
         result["masking_fgsm"] = found["accuracy_fgsm"] - result["accuracy_strongest"]
-    transfers = [found[f"accuracy_{n}"] - t for n in names if (t := found.get(f"accuracy_transfer_{n}")) is not None]
     if transfers:
-        result["masking_transfer"] = max(transfers)
-    rises = [float(curve.diff().max()) for name, curve in curves.items() if name not in ("eps", "fgsm")]
-    if rises:  # one step overshoots when it is large, and that says nothing
+        result["masking_transfer"] = max(found[f"accuracy_{n}"] - value for n, value in transfers.items())
+    # One step overshoots when it is large, and that says nothing.
+    rises = [rise for name in names if name != "fgsm" for rise in curves[name].diff().tolist()]
+    if rises:
         result["masking_rises"] = max(0.0, *rises)
     return result | {"masking_signs": float(sum(bad for bad, _ in explain(result)))}
 
@@ -277,7 +293,8 @@ def _zero_gradients(run: _Measure) -> float:
 
 def _deepfool(run: _Measure, count: int, artefacts: dict[str, Tensor]) -> dict[str, float]:
     """Medians of the smallest changes of images that are classified rightly, in two norms; all of them are kept."""
-    images, labels = run.images[:count], run.labels[:count]
+    chosen = _evenly(len(run.labels), count).to(run.labels.device)
+    images, labels = run.images[chosen], run.labels[chosen]
     right = run.classes(images) == labels
     images, labels = images[right], labels[right]
     if not len(images):
@@ -285,12 +302,14 @@ def _deepfool(run: _Measure, count: int, artefacts: dict[str, Tensor]) -> dict[s
     # A copy of an image for each class is in memory.
     size = max(1, run.batch_size // 5)
     changed = attacked(DeepFool(), run.predict, images, labels, batch_size=size, seed=run.seed)
+    missed = run.classes(changed) == labels  # where there is no slope the change is 0, which must not look small
     result = {}
     norms: tuple[Literal["l2", "linf"], ...] = ("l2", "linf")
     for norm in norms:
-        sizes = lengths(changed - images, norm).flatten().sort().values
+        sizes = lengths(changed - images, norm).flatten().masked_fill(missed, torch.inf).sort().values
         artefacts[f"attacks/deepfool_{norm}"] = sizes.float().cpu()
-        result[f"deepfool_{norm}"] = float(sizes.median())
+        if math.isfinite(median := float(sizes.median())):
+            result[f"deepfool_{norm}"] = median
     return result
 
 
@@ -310,15 +329,15 @@ def _keep(
             kept[f"transfer_{name}"] = torch.tensor([run.eps, value])
     if adversarial:
         strongest = min(adversarial, key=lambda name: found[f"accuracy_{name}"])
-        changed, part = adversarial[strongest], slice(0, DRAWN)
+        changed, part = adversarial[strongest], _evenly(len(run.labels), DRAWN).to(run.labels.device)
         natural_classes, classes = run.classes(run.images), run.classes(changed)
         if outputs.features_of is not None:
             kept["natural"] = _features(outputs.features_of, run.images[part], run.batch_size)
             kept["adversarial"] = _features(outputs.features_of, changed[part], run.batch_size)
             kept["labels"], kept["fooled"] = run.labels[part], (classes != run.labels)[part]
         # First those that were right and are not any more.
-        order = ((natural_classes == run.labels).int() + (classes != run.labels).int()).argsort(descending=True)
-        shown = order[:SHOWN]
+        telling = (natural_classes == run.labels).int() + (classes != run.labels).int()
+        shown = telling.argsort(descending=True, stable=True)[:SHOWN]
         kept["images"] = torch.stack([run.images[shown], changed[shown]]).mul(255).round().byte()
         kept["classes"] = torch.stack([natural_classes[shown], classes[shown]])
     if outputs.data is not None:

@@ -229,6 +229,8 @@ class DCGAN(nn.Module):
         std: float | None = 0.02,
     ) -> None:
         super().__init__()
+        if len(shape) != 3:
+            raise ArgumentError("shape", f"must be that of an image, (C, H, W), got {tuple(shape)}")
         check_range("latent", latent, 1)
         check_choice("widen", widen, ("stride1", "stride2"))
         check_range("slope", slope, 0, 1)

@@ -214,7 +214,8 @@ def _deepfool(found: Mapping[str, Any]) -> Picture:
     )
     caption = (
         "Size of the smallest change that DeepFool finds for each image that is classified rightly, in units of the "
-        "pixels' range. It follows gradients, too: masked ones make it look large."
+        "pixels' range; lines end where the images begin that it does not fool. It follows gradients, too: masked "
+        "ones make it look large."
     )
     return Picture("smallest changes that fool", {"data": traces, "layout": layout}, caption, "curve")
 

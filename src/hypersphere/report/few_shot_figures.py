@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hypersphere.report.figures import Figure, _layout, _legend, color, numbers, text
+from hypersphere.report.sample_figures import png
 from hypersphere.report.tasks import FIGURES, Artefacts, Picture
 
 TILE = 32
@@ -97,7 +95,7 @@ def _episode(
             inner[:, :, :3] = tiles[row, column].repeat(zoom, axis=1).repeat(zoom, axis=2).transpose(1, 2, 0)
             inner[:, :, 3] = 255
     traces: list[Figure] = [
-        {"type": "image", "source": _png(picture), "hoverinfo": "skip"},
+        {"type": "image", "source": png(picture), "hoverinfo": "skip"},
         # What the pointer says: an image alone would tell colours.
         {"type": "scatter", "mode": "markers", "hovertemplate": "%{customdata}<extra></extra>", "showlegend": False}
         | {"x": [left + wide // 2 for left in lefts] * ways, "customdata": told}
@@ -116,19 +114,6 @@ def _episode(
         f"classified right ({right.sum()} of {right.size} of these) and red where wrong."
     )
     return Picture(f"episode {number + 1}", {"data": traces, "layout": layout}, caption)
-
-
-def _png(pixels: NDArray[np.uint8]) -> str:
-    """An image ``(H, W, 4)`` as the address of a PNG, which is much smaller in a page than lists of numbers."""
-    height, width = pixels.shape[:2]
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)  # filter 0 each
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)) + chunk(b"IEND", b"")
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
 
 
 FIGURES["few-shot"] = (

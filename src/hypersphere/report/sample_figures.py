@@ -34,12 +34,17 @@ def tiles(images: Any, columns: int) -> Any:
     return whole.reshape(rows * (height + GAP), columns * (width + GAP), 4)[:-GAP, :-GAP]
 
 
-def _image(pixels: Any) -> Figure:
-    """A trace of an image as a PNG, which is a hundredth of the numbers that it stands for."""
-    zoom = max(1, ZOOM_TO // max(pixels.shape[:2]))
+def png(pixels: Any) -> str:
+    """The address of an image ``(H, W, 4)`` as a PNG, a hundredth of the numbers that it stands for."""
     file = io.BytesIO()
-    Image.fromarray(pixels.repeat(zoom, axis=0).repeat(zoom, axis=1)).save(file, "PNG", optimize=True)
-    source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    Image.fromarray(pixels).save(file, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _image(pixels: Any) -> Figure:
+    """A trace of an image."""
+    zoom = max(1, ZOOM_TO // max(pixels.shape[:2]))
+    source = png(pixels.repeat(zoom, axis=0).repeat(zoom, axis=1))
     return {"type": "image", "source": source, "hoverinfo": "skip", "dx": 1 / zoom, "dy": 1 / zoom}
 
 

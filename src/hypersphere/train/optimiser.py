@@ -56,10 +56,11 @@ def parameter_groups(
     not count, the radii and steepnesses of their ``-operators``, and what regularisers learn. ``-rotations`` have a
     factor on the learning rate and a weight decay of their own; ``-matrices`` are the matrices of rotations themselves,
     which the optimiser has to keep orthogonal. Parameters to which a rule of the recipe applies are in the group
-    ``-PATTERN``; a rule that applies to none is a mistake.
+    ``-PATTERN``, or ``-PATTERN-vectors`` where the rule leaves the decay as it is and it spares them; a rule that
+    applies to none is a mistake.
     """
     groups: list[dict[str, object]] = []
-    rules = {f"-{rule.match}": rule for rule in reversed(recipe.rules)}
+    rules = {f"-{rule.match}{usual}": rule for rule in reversed(recipe.rules) for usual in ("-vectors", "")}
     used: set[str] = set()
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
         special = _decoupled_parameters(module) | _rotation_parameters(module)
@@ -67,10 +68,12 @@ def parameter_groups(
         members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in (*suffixes, *reversed(rules))}
         for own_name, p in module.named_parameters():
             usual = "-vectors" if recipe.decay == "weights" and p.dim() <= 1 else ""
-            fitting = [f"-{rule.match}" for rule in recipe.rules if fnmatchcase(f"{name}.{own_name}", rule.match)]
-            used.update(fitting)
+            fitting = [rule for rule in recipe.rules if fnmatchcase(f"{name}.{own_name}", rule.match)]
+            used.update(rule.match for rule in fitting if p not in special)
+            if fitting:
+                usual = f"-{fitting[0].match}{usual if fitting[0].weight_decay is None else ''}"
             if p.requires_grad:
-                members[special.get(p, fitting[0] if fitting else usual)].append(p)
+                members[special.get(p, usual)].append(p)
         for suffix, parameters in members.items():
             if parameters:
                 turned, rule = suffix in ("-rotations", "-matrices"), rules.get(suffix)
@@ -78,7 +81,10 @@ def parameter_groups(
                 base = recipe.lr * factor * (rotation_lr if turned else 1.0)
                 if rule is not None:
                     base *= rule.lr
-                    decay = recipe.weight_decay if rule.weight_decay is None else rule.weight_decay
+                    spared = suffix != f"-{rule.match}"
+                    decay = (
+                        rule.weight_decay if rule.weight_decay is not None else 0.0 if spared else recipe.weight_decay
+                    )
                 groups.append(
                     {
                         "name": f"{name}{suffix}",
@@ -89,9 +95,9 @@ def parameter_groups(
                         **({"orthogonal": True} if suffix == "-matrices" else {}),
                     }
                 )
-    for unused in rules.keys() - used:
+    for unused in sorted({rule.match for rule in recipe.rules} - used):
         raise ArgumentError(
-            "rules", f"has the pattern {unused[1:]!r}, which fits no parameter of the model or the head"
+            "rules", f"has the pattern {unused!r}, which fits no parameter of the model or the head that rules apply to"
         )
     learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
     if learned:

@@ -116,6 +116,7 @@ class Trainer:
         self.world = world or World()
         if recipe.evaluate.recalibrate and self.world.size > 1:
             raise RecipeError("evaluate.recalibrate needs a single process")
+        self.data_root = data_root
         self.data = self._load_data(data_root)
         self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
@@ -159,7 +160,10 @@ class Trainer:
                 model.attach(**data.context)
             model = self._turn(self._convert(model))
             head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
-        preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
+        try:
+            preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
+        except ArgumentError as error:
+            raise recipe.blame(error, "data", "augment") from error
         if data.train.bytes:
             preprocess.measure(data.train)
         elif recipe.data.normalise != "none":
@@ -252,6 +256,10 @@ class Trainer:
             return None
         if not self.data.train.bytes:
             raise RecipeError(f"adversary must be left out for {self.recipe.data.name!r}, whose samples are no images")
+        augment = self.recipe.data.augment
+        if self.recipe.data.normalise == "pixel" and (augment.crop or augment.flip or augment.vertical_flip):
+            message = "where images are cropped or flipped together with the mean image: their pixels are not known"
+            raise RecipeError(f"data.normalise must not be 'pixel' with an adversary {message}")
         return AdversarialBatch(self.recipe.build(attacks, ("adversary",)), part.share, self.preprocess)
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -321,9 +329,12 @@ class Trainer:
             learned = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             self._step.objective.energies.load_state_dict(learned, strict=False)
             self.step_number, self._pending = saved["step"], saved["pending"]
+        measured = any(row["step"] == self.step_number and row["split"] == "test" for row in self.run.rows())
+        self._unmeasured = self.step_number > 0 and self._evaluating() and not measured
+        self.world.barrier()
         if self.world.main:
             self.run.rewind(self.step_number)
-            self.run.write_facts(status="running", finished=None)
+            self.run.write_facts(status="running", finished=None, shape=[*self.data.train.shape])
 
     # ------------------------------------------------------------------------------------------- training
 
@@ -340,6 +351,8 @@ class Trainer:
         try:
             self._notify("on_start", self.step_number)
             with self._signals():
+                if self._unmeasured:  # it failed after the step of the checkpoint
+                    self._evaluate()
                 while self.step_number < self.recipe.train.steps:
                     self.take_step()
             status = "finished"
@@ -372,7 +385,7 @@ class Trainer:
 
     def take_step(self) -> None:
         """Take the next step, and log, evaluate and save where they are due."""
-        train, evaluate = self.recipe.train, self.recipe.evaluate
+        train = self.recipe.train
         factor = learning_rate(self.recipe.schedule, train.steps, self.step_number)
         for group in self._step.optimiser.param_groups:
             group["lr"].fill_(group["base_lr"] * factor)
@@ -393,14 +406,14 @@ class Trainer:
         last = self.step_number == train.steps
         stopping = self._stop_signal is not None
         logging = last or self.step_number % train.log_every == 0
-        evaluating = last or (evaluate.every > 0 and self.step_number % evaluate.every == 0)
+        evaluating = self._evaluating()
         saving = last or stopping or self.step_number % train.checkpoint_every == 0
         if logging or evaluating or saving:
             self._collect()
         if logging:
             self._log()
         if evaluating:
-            self._evaluate(final=last)
+            self._evaluate()
         # After everything else: what precedes a checkpoint is never done twice.
         if saving:
             self._save()
@@ -410,6 +423,11 @@ class Trainer:
                 f"stopped after step {self.step_number}; go on with `hypersphere resume {self.run.path}`",
                 self._stop_signal,
             )
+
+    def _evaluating(self) -> bool:
+        """Whether the test metrics are due after this step."""
+        every = self.recipe.evaluate.every
+        return self.step_number == self.recipe.train.steps or (every > 0 and self.step_number % every == 0)
 
     def _keep_orthogonal(self) -> None:
         """Draw new coordinates to turn, and set right what rounding has done to matrices, where it is due."""
@@ -494,16 +512,30 @@ class Trainer:
         self._pending = []
         self._write("on_log", row)
 
-    def _evaluate(self, *, final: bool) -> None:
+    def _evaluate(self) -> None:
+        """Write a row of test metrics, or keep the training where that fails: it could not be done again as easily."""
+        try:
+            self._measure()
+        except DivergedError:
+            raise
+        except Exception as error:
+            self._save()
+            if not isinstance(error, HypersphereError):
+                raise
+            again = f"when that is set right, `hypersphere resume {self.run.path}` measures and goes on"
+            raise RunError(f"{error}\nTraining is kept up to step {self.step_number}: {again}") from error
+
+    def _measure(self) -> None:
         """Write a row of test metrics; the other processes wait for the main one."""
         if self.world.main:
             outputs = self.outputs()
             if not bool(outputs.features.isfinite().all()):
                 raise self._diverged(self.step_number, "the features of test images became non-finite", ["model"])
             metrics = self.metrics(outputs)
-            self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
-            if final:
+            if self.step_number == self.recipe.train.steps:
                 self.write_evaluation(outputs, metrics)
+            # Last: a row says that the evaluation need not be done again.
+            self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
         self.world.barrier()
         self._train_mode()
 
@@ -569,6 +601,7 @@ class Trainer:
             features_of=self._features_of,
             predict=lambda samples: self.head.logits(self._features_of(samples)),
             seed=self.recipe.seed,
+            data_root=self.data_root,
         )
 
     def _features_of(self, samples: Tensor) -> Tensor:
@@ -579,9 +612,19 @@ class Trainer:
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
         """What the recipe asks to measure."""
-        chosen = self.recipe.evaluate.metrics
+        index = 0
+
+        def chosen() -> Iterator[str | dict[str, Any]]:
+            nonlocal index  # of the evaluation that is at work, for messages
+            for index, part in enumerate(self.recipe.evaluate.metrics):  # noqa: B007
+                yield part if isinstance(part, str) else {"name": part.name, **part.options}
+
         with self._averaged():
-            found = measure(outputs, [m if isinstance(m, str) else {"name": m.name, **m.options} for m in chosen])
+            try:
+                found = measure(outputs, chosen())
+            except ArgumentError as error:
+                place = () if error.argument == "metrics" else ("metrics", index)
+                raise self.recipe.blame(error, "evaluate", *place) from error
         if self.recipe.evaluate.recalibrate:
             found["accuracy_recalibrated"] = self._recalibrated_accuracy()
         return found
@@ -670,7 +713,8 @@ class Trainer:
         tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
         if outputs.unseen_features is not None and outputs.unseen_labels is not None:
             tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
-        tensors |= {f"artefact/{name}": value.detach() for name, value in outputs.artefacts.items()}
+        # Clones: a file holds no two tensors that share their memory, as an artefact and the features may.
+        tensors |= {f"artefact/{name}": value.detach().clone() for name, value in outputs.artefacts.items()}
         with self._averaged():
             tensors |= self._learned()
         file_name = self.run.path / "features.safetensors"
