@@ -27,7 +27,7 @@ from test_results import ROW
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]
-COMMANDS += ["embed", "verify", "identify"]
+COMMANDS += ["attack", "embed", "verify", "identify"]
 
 
 class Result(NamedTuple):

@@ -52,7 +52,7 @@ def test_the_recipes_are_there():
     assert {
         *("cifar100-cnn9-dc", "cifar100-cnn9-dc-short", "cifar100-resnet32-dc"),
         *("cifar10-spherenet", "cifar10-spherenet-learnable-k", "digits-dcnet", "digits-spherenet"),
-        "cifar10-robust-dc",
+        *("cifar10-robust-dc", "mnist-robust-dc"),
     } == set(CONVERTED)
 
 

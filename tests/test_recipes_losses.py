@@ -91,7 +91,10 @@ def test_every_loss_has_a_recipe(loss):
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+CLASSIFIERS = [name for name in EMBEDDED if (plan := recipe.load(name)).data.name in SHAPES and plan.loss.name != "gan"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_recipe_loads_and_its_head_takes_what_its_model_gives(name):
     plan = recipe.load(name)
     shape = SHAPES[plan.data.name]
@@ -189,7 +192,7 @@ def test_commands_of_the_pages_name_recipes_and_options_that_exist(line):
     assert recipe.load(name, overrides).name == name
 
 
-@pytest.mark.parametrize("loss", losses)
+@pytest.mark.parametrize("loss", sorted(set(losses) - {"gan"}))  # which is on the page on generation
 def test_the_table_of_losses_has_every_name_alias_and_default(loss):
     (row,) = re.findall(rf"^\| `{re.escape(loss)}`.*$", PAGES["losses"], re.MULTILINE)
     entry = losses[loss]

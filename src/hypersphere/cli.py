@@ -206,7 +206,8 @@ def list_data(
     """List the data sets that are found, check them, and say where the missing ones come from."""
     statuses = data.inventory(data_root, verify=verify)
     if name is not None:
-        statuses = [status for status in statuses if status.name == data.datasets[name].name]
+        exactly = [status for status in statuses if status.name == name]  # some are no data sets to train on
+        statuses = exactly or [status for status in statuses if status.name == data.datasets[name].name]
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
     grid.add_column("data set", style="cyan", no_wrap=True)
     grid.add_column("state", no_wrap=True)

@@ -287,13 +287,6 @@ class AlignedSplit(FolderSplit):
             raise DataError(f"{self.files[index]} cannot be aligned: {error}.") from error
 
 
-sources["lfw"] = Source(
-    "lfw",
-    "http://vis-www.cs.umass.edu/lfw (with landmarks of the faces and LFW's own list of pairs)",
-    (Layout(("lfw",), {"pairs.txt": None, "landmarks.txt": None}),),
-)
-
-
 def lfw_pairs(root: Path | None = None, size: tuple[int, int] = (112, 96)) -> tuple[Pairs, AlignedSplit]:
     """LFW's pairs and the faces that they are of, aligned by their landmarks.
 
@@ -321,6 +314,14 @@ def lfw_pairs(root: Path | None = None, size: tuple[int, int] = (112, 96)) -> tu
             raise DataError(f"{folder} has no {what} for {len(lacking):,} faces of pairs.txt, such as {lacking[0]}.")
     points = torch.stack([landmarks[image] for image in pairs.images])
     return pairs, AlignedSplit(tuple(files[image] for image in pairs.images), pairs.people, size, points)
+
+
+sources["lfw"] = Source(
+    "lfw",
+    "http://vis-www.cs.umass.edu/lfw (with landmarks of the faces and LFW's own list of pairs)",
+    (Layout(("lfw",), {"pairs.txt": None, "landmarks.txt": None}),),
+    lambda root: str(lfw_pairs(root)[0]),
+)
 
 
 # ------------------------------------------------------------------------------------------------- part of CelebA

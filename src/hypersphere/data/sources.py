@@ -164,11 +164,13 @@ class Source:
         name: Its name in the registry.
         home: Address of its official page.
         layouts: The forms in which it is read, the preferred one first.
+        contents: Reads it below a data root and says what is there; by default as the data set of that name.
     """
 
     name: str
     home: str
     layouts: tuple[Layout, ...]
+    contents: Callable[[Path | None], str] | None = None
 
     def find(self, root: Path | None) -> tuple[Path, Layout]:
         """The first folder that holds every file of a layout, and that layout.
@@ -242,8 +244,11 @@ def _status(source: Source, root: Path | None, *, verify: bool) -> Status:
         return Status(source.name, "found", folder, f"{len(layout.md5)} files, not verified")
     try:
         result = layout.verify(folder)
-        data = datasets.create(source.name, root)
+        counts = source.contents(root) if source.contents is not None else _counts(datasets.create(source.name, root))
     except DataError as error:
         return Status(source.name, "corrupt", folder, str(error))
-    counts = f"{len(data.train):,} training and {len(data.test):,} test images"
     return Status(source.name, "found", folder, f"{len(layout.md5)} files, {counts}, {result}")
+
+
+def _counts(data: Dataset) -> str:
+    return f"{len(data.train):,} training and {len(data.test):,} test images"
