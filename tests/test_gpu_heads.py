@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MEMBERS = sorted(losses)
+MEMBERS = sorted(set(losses) - {"gan"})  # which is no head of classes
 CLASSES, DIM, BATCH = 3000, 64, 48
 
 
