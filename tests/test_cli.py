@@ -400,6 +400,18 @@ def test_docs(tmp_path, start):
     assert broken.code == 2 and "a.json is not a list of result rows" in words(broken.err)
 
 
+def test_many_metrics_are_shown_one_below_the_other(finished, monkeypatch, capsys):
+    run = RunFolder(finished)
+    monkeypatch.setattr(cli, "console", Console(width=80))
+    many = {"accuracy": 0.9, "eer": 0.1, "few_shot_1": 0.5, "few_shot_5": 0.7, "lfw_accuracy": 0.8, "lfw_eer": 0.25}
+    monkeypatch.setattr(RunFolder, "evaluation", lambda self: {"metrics": many})
+    cli._show_metrics([run])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and lines[0].split() == [run.facts()["name"]]
+    shown = {line.rsplit(None, 1)[0].strip(): line.split()[-1] for line in lines[1:]}
+    assert shown == {METRICS[key].title: f"{value:.2%}" for key, value in many.items()}
+
+
 def test_record(finished, tmp_path, start):
     file = tmp_path / "rows" / "digits.json"
     done = start("record", finished, "-o", file, "--group", "Digits", "--note", "a caution")

@@ -298,14 +298,20 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
 
 def _show_metrics(runs: list[RunFolder]) -> None:
     found = [run.evaluation()["metrics"] for run in runs]
+    titles = [metric.title for metric in evaluate.columns(found).values()]
+    names = [escape(run.facts()["name"]) for run in runs]
+    cells = [
+        [f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row] for row in evaluate.table(found)
+    ]
+    corner = "Run"
+    if len(titles) > 5 and len(runs) < len(titles):  # a terminal is higher than it is wide
+        corner, titles, names, cells = "", names, titles, [list(row) for row in zip(*cells, strict=True)]
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
-    grid.add_column("Run", style="cyan", no_wrap=True)
-    for metric in evaluate.columns(found).values():
-        grid.add_column(metric.title, justify="right")
-    cells = evaluate.table(found)
-    for run, row in zip(runs, cells, strict=True):
-        texts = (f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row)
-        grid.add_row(escape(run.facts()["name"]), *texts)
+    grid.add_column(corner, style="cyan", no_wrap=True)
+    for title in titles:
+        grid.add_column(title, justify="right")
+    for name, row in zip(names, cells, strict=True):
+        grid.add_row(name, *row)
     console.print(grid)
 
 
