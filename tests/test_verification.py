@@ -916,3 +916,21 @@ def test_numbers_are_the_same_on_the_device():
     left, right, kind, fold, mirrored = face_pairs()
     on_device = lfw10(left.cuda(), right.cuda(), kind, fold, mirrored=(mirrored[0].cuda(), mirrored[1].cuda()))
     assert on_device.folds == lfw10(left, right, kind, fold, mirrored=mirrored).folds
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "largest at the end", "mostly -inf"])
+def test_the_largest_of_many_scores_are_found_by_blocks(kind):
+    scores = torch.randn(20_011, generator=torch.Generator().manual_seed(0))
+    if kind == "ties":
+        scores = (4 * scores).round()
+    elif kind == "largest at the end":
+        scores[-7:] = 50 + torch.arange(7.0)  # behind the last whole block
+    elif kind == "mostly -inf":
+        scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))[:-3]] = -torch.inf
+    for count in (1, 5, 19):
+        assert len(scores) >= 16 * count * verification.BLOCK  # else the blocks are not looked at
+        assert torch.equal(verification._largest(scores, count), scores.sort(descending=True).values[:count])
+    same = torch.arange(len(scores)) % 2 == 0
+    (point,) = tar_at_far(scores, same, 0.0015)
+    impostors = scores[~same].sort(descending=True).values
+    assert point.threshold == float(impostors[int(0.0015 * len(impostors))])

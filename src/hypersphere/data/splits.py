@@ -77,7 +77,7 @@ class TensorSplit:
         return tuple(self.images.shape[1:])
 
     @property
-    def bytes(self) -> bool:
+    def holds_images(self) -> bool:
         """Whether the samples are images, as bytes."""
         return self.images.dtype == torch.uint8
 
@@ -109,7 +109,7 @@ class FolderSplit:
         return 3, *self.size
 
     @property
-    def bytes(self) -> bool:
+    def holds_images(self) -> bool:
         """Whether the samples are images, as bytes."""
         return True
 

@@ -395,7 +395,7 @@ def _keep_pictures(outputs: Outputs, drawn: Episodes, predictions: Tensor, chose
     """Leave images of the first episodes, and what their queries were taken for, where the samples are images."""
     data = outputs.data
     unseen = None if data is None else data.unseen
-    if data is None or unseen is None or not unseen.bytes or "few-shot/episodes/support" in outputs.artefacts:
+    if data is None or unseen is None or not unseen.holds_images or "few-shot/episodes/support" in outputs.artefacts:
         return
 
     def images(places: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class Preprocess(nn.Module):
     r"""Brings images from bytes to what the model sees: :math:`(x / 255 - \mu) / \sigma`.
 
     The constants are buffers, measured on the training images and saved with the model. Samples that are no bytes
-    are none of images, and stay as they are.
+    are no images, and stay as they are.
 
     Args:
         shape: ``(C, H, W)`` of one image, or of whatever else a sample is.

@@ -164,7 +164,7 @@ class Trainer:
             preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
         except ArgumentError as error:
             raise recipe.blame(error, "data", "augment") from error
-        if data.train.bytes:
+        if data.train.holds_images:
             preprocess.measure(data.train)
         elif recipe.data.normalise != "none":
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
@@ -254,7 +254,7 @@ class Trainer:
         part = self.recipe.adversary
         if part is None:
             return None
-        if not self.data.train.bytes:
+        if not self.data.train.holds_images:
             raise RecipeError(f"adversary must be left out for {self.recipe.data.name!r}, whose samples are no images")
         augment = self.recipe.data.augment
         if self.recipe.data.normalise == "pixel" and (augment.crop or augment.flip or augment.vertical_flip):
@@ -607,7 +607,7 @@ class Trainer:
     def _features_of(self, samples: Tensor) -> Tensor:
         """Features of samples, of which images are floats in [0, 1]."""
         with self._autocast():
-            features: Tensor = self.model(self.preprocess.scaled(samples) if self.data.train.bytes else samples)
+            features: Tensor = self.model(self.preprocess.scaled(samples) if self.data.train.holds_images else samples)
         return features.float()
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
