@@ -12,6 +12,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 import decoupled_reference as ref
 import hypersphere as hs
@@ -1442,6 +1446,50 @@ def test_compiled_layers(kind, name, g, weighting):
             answers.append((out, *grads, *layer.buffers()))
         for a, b in zip(*answers, strict=True):
             torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("g", ["cosine", "sigmoid"])
+def test_what_is_compiled_has_the_same_gradients(name, g, groups):
+    """As it is handed to a compiler, for layers one behind the other."""
+    torch._dynamo.reset()
+    layers = [build("conv2d", *pair, 3, name=name, g=g, groups=groups, padding=1) for pair in ((2, 4), (4, 6))]
+    net = nn.Sequential(layers[0], nn.BatchNorm2d(4), nn.ReLU(inplace=True), layers[1]).double()
+    x, d_y = draw(3, 2, 5, 5), draw(3, 6, 5, 5)
+    answers = []
+    for call in (net, torch.compile(net, backend="aot_eager", fullgraph=True)):
+        point = x.clone().requires_grad_()
+        out = call(point)
+        answers.append((out, *torch.autograd.grad(out, (point, *net.parameters()), d_y)))
+    for a, b in zip(*answers, strict=True):
+        agree(b, a)
+
+
+@pytest.mark.parametrize("name", ["sphere", "tanh"])
+def test_what_is_compiled_keeps_the_output_for_the_layer_behind(name):
+    """The products would have to become the output once more in the backward pass of every layer that needs it."""
+    torch._dynamo.reset()
+    kept = []
+
+    def forward_compiler(graph, _):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        kept.extend(node for node in output.args[0] if node is not None)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    net = nn.Sequential(DecoupledConv2d(3, 5, 3, operator=name), nn.BatchNorm2d(5), nn.ReLU())
+    net[0].to(torch.bfloat16)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(net, backend=backend, fullgraph=True)(x).sum().backward()
+    maps = [str(node.target) for node in kept if node.meta["val"].shape == (2, 5, 5, 5)]
+    assert maps
+    assert "aten.convolution.default" not in maps
 
 
 def test_exported_layer():

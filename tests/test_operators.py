@@ -375,6 +375,23 @@ def test_magnitudes_and_their_slopes(name, alpha):
 
 
 @by_operator
+@pytest.mark.parametrize("alpha", [1.0, 2.5])
+def test_slopes_of_the_divisor(name, alpha):
+    """Those of t / h by automatic differentiation, over nine orders of magnitude and beyond what exp can hold."""
+    op = make(name, alpha=alpha)
+    t, radius = leaf(tensor(1e-4, 0.01, 0.3, 0.999, 1.7, 20.0, 900.0)), leaf(1.0)
+    wanted = torch.autograd.grad((t / op.magnitude(t, radius.expand(7))).sum(), (t, radius), allow_unused=True)
+    by_norm, by_radius = op.divisor_slopes(t.detach(), radius.detach())
+    # Where t / h hardly bends, its slope is a small difference.
+    agree(by_norm, wanted[0], atol=1e-11, rtol=1e-9)
+    agree(by_radius.sum(), 0.0 if wanted[1] is None else wanted[1], atol=1e-12, rtol=1e-9)
+    single = op.divisor_slopes(t.detach().float(), radius.detach().float())
+    assert all(bool(part.isfinite().all()) for part in single)
+    agree(single[0].double(), by_norm, atol=2e-3, rtol=1e-5)
+    agree(single[1].double(), by_radius, atol=1e-6, rtol=1e-5)
+
+
+@by_operator
 def test_magnitudes_grow_from_zero(name):
     op = make(name)
     h = op.magnitude(torch.linspace(0, 5, 201, dtype=torch.float64), tensor(0.7))

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import at_least_float32, full_precision, patch_energy, safe_sqrt, window_sums
 from hypersphere.nn import fused
-from hypersphere.nn.operators import Operator, RadiusOperator, is_zero, measures_radius
+from hypersphere.nn.operators import Operator, is_zero, measures_radius
 
 CACHED = 2**16
 """Elements of a map that are worked on together on a CPU."""
@@ -119,30 +119,24 @@ def _composed(
     products = at_least_float32(_product(x, directions, window))
     groups, shape = energy.shape[1], _per_kernel(energy)
     y = operator.response(
-        products.unflatten(1, (groups, -1)),
-        energy.unsqueeze(2),
+        _by_group(products, groups),
+        _by_group(energy, groups),
         1.0 if radius is None else _scaled(radius, mean).view(shape),
         None if k is None else k.expand(products.shape[1]).view(shape),
         None if kernel_norms is None else kernel_norms.view(shape),
         None if radius is None else radius.view(shape),
     )
-    return y.flatten(1, 2).to(x.dtype), batch_mean
+    return y.reshape(products.shape).to(x.dtype), batch_mean
 
 
 def _by_hand(operator: Operator) -> bool:
-    """Whether the written-out backward pass serves: it knows unweighted operators and invertible angular functions.
-
-    Compiled, it is the faster one but for operators with a radius, whose slopes cost more to find again from the output
-    than to keep.
-    """
+    """Whether the written-out backward pass serves: it knows unweighted operators and invertible angular functions."""
     # Up to torch 2.11 is_exporting() is True inside torch.compile, too, which the flag is not.
     if torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active():
         return False
-    if torch.compiler.is_compiling():
-        suitable = not isinstance(operator, RadiusOperator)
-    else:
-        suitable = forward_ad._current_level < 0
-    return suitable and operator.weighting == "none" and type(operator.g).cosine_at is not Angular.cosine_at
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return False
+    return operator.weighting == "none" and type(operator.g).cosine_at is not Angular.cosine_at
 
 
 def _product(x: Tensor, weight: Tensor, window: Window | None) -> Tensor:
@@ -191,9 +185,19 @@ def _batch_mean(energy: Tensor, operator: Operator, sync: bool) -> Tensor | None
     return _over_processes(norms.mean((0, *range(2, energy.dim()))), sync)
 
 
+def _by_group(maps: Tensor, groups: int) -> Tensor:
+    """``(N, O, *spatial)`` as ``(N, groups, O / groups, *spatial)``; of one group as it is.
+
+    Squared norms, ``(N, groups, *spatial)``, broadcast to it in the same form. (An axis of length 1 for one group makes
+    torch.compile store maps of channels-last networks in the order of others.)
+    """
+    return maps if groups == 1 else maps.unflatten(1, (groups, -1))
+
+
 def _per_kernel(energy: Tensor) -> tuple[int, ...]:
-    """Shape in which one number a kernel broadcasts to ``(N, groups, O / groups, *output spatial)``."""
-    return (energy.shape[1], -1, *(1,) * (energy.dim() - 2))
+    """Shape in which one number a kernel broadcasts to maps :func:`_by_group`."""
+    groups, after = energy.shape[1], (1,) * (energy.dim() - 2)
+    return (-1, *after) if groups == 1 else (groups, -1, *after)
 
 
 def _scaled(radius: Tensor, mean: Tensor | None) -> Tensor:
@@ -230,13 +234,14 @@ class _Decoupled(torch.autograd.Function):
             groups, shape = energy.shape[1], _per_kernel(energy)
             scaled_view = 1.0 if scaled is None else scaled.view(shape)
             k_view = None if k is None else k.expand(products.shape[1]).view(shape)
-            grouped = products.unflatten(1, (groups, -1))
-            parts = [
-                operator.response(at_least_float32(grouped[s]), energy[s].unsqueeze(2), scaled_view, k_view).to(x.dtype)
-                for s in _slices(products)
-            ]
-            y = parts[0] if len(parts) == 1 else torch.cat(parts)
-            y = torch.ops.aten._unsafe_view(y, products.shape)  # no view: it may be changed in place
+            # No view: it may be changed in place. And torch.compile keeps what was copied; else it would keep the
+            # products to find the output again, at the cost of another response in every layer behind.
+            y = torch.empty_like(products)
+            for s in _slices(products):
+                part = operator.response(
+                    at_least_float32(_by_group(products[s], groups)), _by_group(energy[s], groups), scaled_view, k_view
+                )
+                y[s].copy_(part.reshape(y[s].shape))
         return y, energy, energy.new_empty(0) if batch_mean is None else batch_mean
 
     @staticmethod
@@ -346,29 +351,38 @@ def _respond_backward_part(
     """The same for some samples."""
     g: Any = operator.g
     groups, shape = energy.shape[1], _per_kernel(energy)
+    kernels, places = 1 - energy.dim(), [0, *range(2 - energy.dim(), 0)]  # axes of maps by group
     own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
     scaled: Any = 1.0 if radius is None else radius.view(shape)
-    zero = is_zero(energy).unsqueeze(2)
-    t = torch.where(zero, 1.0, energy.unsqueeze(2) + operator.eps).sqrt()
-    upstream = at_least_float32(d_y).unflatten(1, (groups, -1))
-    value = at_least_float32(y).unflatten(1, (groups, -1))
+    squared = _by_group(energy, groups)
+    t, inverse = operator.norms(squared)
+    upstream, value = (at_least_float32(_by_group(part, groups)) for part in (d_y, y))
     h = operator.magnitude(t, scaled)
-    if type(g) is Cosine and radius is None:  # everything but the upstream gradient and the output is a map of norms
-        along = (upstream * value).sum(2, keepdim=True)
-        d_energy = along * (operator.magnitude_slope(t) / h - 1 / t) / (2 * t)
-        return (upstream * torch.where(zero, 0.0, h / t)).flatten(1, 2).to(y.dtype), d_energy.squeeze(2), None, None
-    upstream = torch.where(zero, 0.0, upstream)
-    value = value / h
-    cosines = g.cosine_at(value, *own_k)
-    slope = h * g.slope_at(value, cosines, *own_k) / t
-    d_energy = (upstream * (operator.magnitude_slope(t, scaled) * value - slope * cosines)).sum(2) / (2 * t.squeeze(2))
-    others = [0, *range(3, y.dim() + 1)]
     d_radius = d_k = None
-    if radius is not None:
-        d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(others).flatten()
-    if k is not None:
-        d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(others).flatten().sum_to_size(k.shape)
-    return (upstream * slope).flatten(1, 2).to(y.dtype), d_energy, d_radius, d_k
+    if type(g) is Cosine:
+        # The output is the products over t / h; this is the gradient of t / h, times -1. It is made of what is written
+        # in any case: the sums over kernels and over places each read that anew.
+        d_products = (upstream * (h * inverse)).to(y.dtype)
+        d_divisor = at_least_float32(d_products) * value
+        by_norm, by_radius = operator.divisor_slopes(t, scaled)
+        if radius is None:
+            d_norm = d_divisor.sum(kernels, keepdim=True) * -by_norm
+        else:
+            d_norm = -(d_divisor * by_norm).sum(kernels, keepdim=True)
+            d_radius = -(d_divisor * by_radius).sum(places).flatten()
+    else:
+        upstream = torch.where(is_zero(squared), 0.0, upstream)
+        value = value / h
+        cosines = g.cosine_at(value, *own_k)
+        slope = h * g.slope_at(value, cosines, *own_k) * inverse
+        d_products = (upstream * slope).to(y.dtype)
+        by_norm = operator.magnitude_slope(t, scaled) * value - slope * cosines
+        d_norm = (upstream * by_norm).sum(kernels, keepdim=True)
+        if radius is not None:
+            d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(places).flatten()
+        if k is not None:
+            d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(places).flatten().sum_to_size(k.shape)
+    return d_products.reshape(y.shape), (d_norm * (inverse / 2)).reshape(energy.shape), d_radius, d_k
 
 
 def _product_backward(
@@ -415,8 +429,8 @@ def _add_energy_gradient(
             d_energy = window_sums(d_energy, window.axes())[visible]
         else:
             d_energy = window_sums(d_energy, window.axes(), x.shape[2:])
+    share = _by_group(d_energy, d_energy.shape[1])
+    grouped_x, grouped_d_x = (_by_group(part, d_energy.shape[1]) for part in (x, d_x))
     if x.dtype == d_energy.dtype:
-        d_x, x = (t.unflatten(1, (d_energy.shape[1], -1)) for t in (d_x, x))
-        return torch.addcmul(d_x, x, d_energy.unsqueeze(2), value=2).flatten(1, 2)
-    share = 2 * at_least_float32(x).unflatten(1, (d_energy.shape[1], -1)) * d_energy.unsqueeze(2)
-    return d_x + share.flatten(1, 2).to(x.dtype)
+        return torch.addcmul(grouped_d_x, grouped_x, share, value=2).reshape(x.shape)
+    return (grouped_d_x + (2 * at_least_float32(grouped_x) * share).to(x.dtype)).reshape(x.shape)

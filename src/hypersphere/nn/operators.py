@@ -132,6 +132,12 @@ class Operator:
         """Derivative of h by the radius R."""
         return torch.zeros_like(t)
 
+    def divisor_slopes(self, t: Tensor, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Derivatives by the norm and by the radius of t / h, over which the cosine's response is the product."""
+        inverse = 1 / self.magnitude(t, radius)
+        by_norm = (1 - t * self.magnitude_slope(t, radius) * inverse) * inverse
+        return by_norm, -t * self.radius_slope(t, radius) * inverse.square()
+
     def phi(self, x: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         r"""Where the operator moves an input along its ray, :math:`h(\|x\|)\, x / \|x\|`, ``(..., D)``.
 
@@ -142,7 +148,7 @@ class Operator:
             tensor([0.5999, 0.7999])
         """
         energy = at_least_float32(x).square().sum(-1, keepdim=True)
-        t, inverse = self._norms(energy)
+        t, inverse = self.norms(energy)
         return self.magnitude(t, radius) * x * inverse
 
     # ----------------------------------------------------------------------------------- response
@@ -216,7 +222,7 @@ class Operator:
         Returns:
             The shape of ``products``.
         """
-        t, inverse = self._norms(energy)
+        t, inverse = self.norms(energy)
         if self.weighting == "none" or kernel_norms is None:
             h = self.magnitude(t, radius)
         elif self.weighting == "linear":
@@ -231,10 +237,10 @@ class Operator:
         # In this order the result has the memory format of the products.
         return self.angle_value(products * inverse, k) * torch.where(is_zero(energy), 0.0, h)
 
-    def _norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms and their inverses from squared norms; the inverse of the zero vector's is 0."""
+    def norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
         zero = is_zero(energy)
-        t = torch.where(zero, 1.0, energy + self.eps).sqrt()
+        t = (energy + self.eps).sqrt() if self.eps else torch.where(zero, 1.0, energy).sqrt()
         return t, torch.where(zero, 0.0, 1 / t)
 
     def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
@@ -336,16 +342,24 @@ class Tanh(RadiusOperator):
 
     def magnitude(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         """Magnitude at norms."""
-        return self.alpha * (t / radius).tanh()
+        return self.alpha * (t * (1 / radius)).tanh()
 
     def magnitude_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         """Derivative by the norm."""
-        return self.alpha / radius * _sech_squared(t / radius)
+        return self.alpha / radius * _sech_squared(t * (1 / radius))
 
     def radius_slope(self, t: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         """Derivative by the radius."""
-        ratio = t / radius
+        ratio = t * (1 / radius)
         return -self.alpha / radius * ratio * _sech_squared(ratio)
+
+    def divisor_slopes(self, t: Tensor, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Derivatives of t / h, the norm times a hyperbolic cotangent, which is ``1 + above``."""
+        ratio = t * (1 / radius)
+        above = 2 / (2 * ratio).expm1()
+        falling = ratio * above * (above + 2)
+        by_norm, by_radius = above + 1 - falling, ratio * falling
+        return (by_norm, by_radius) if self.alpha == 1 else (by_norm / self.alpha, by_radius / self.alpha)
 
 
 @operators.register("linear")
