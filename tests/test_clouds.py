@@ -849,8 +849,8 @@ def test_a_captured_step_does_what_the_plain_one_does(tmp_path, name):
         run = RunFolder.create(tmp_path / capture, plan, torch.device("cuda", 0))
         Trainer(plan, run, torch.device("cuda", 0)).fit()
         rows[capture] = [row["total"] for row in run.rows() if row["split"] == "train"]
-    # PointNet++ sums its gradients in any order, which Adam makes steps of where they are next to nothing: two plain runs
-    # drift apart as much.
+    # PointNet++ sums its gradients in any order, and Adam makes whole steps of those that are next to nothing: two
+    # plain runs drift apart as much.
     steps = 3 if name == "shapes-pointnet2" else 12
     assert rows["true"][:steps] == pytest.approx(rows["false"][:steps], rel=1e-2)
     assert len(rows["true"]) == len(rows["false"]) == 12

@@ -602,7 +602,7 @@ def test_hash_does_not_change_with_name_help_or_spelling():
 RECORDED = {
     "cifar10-a-softmax": "3cb121a63eb2",
     "cifar10-ga-softmax": "6173c22c73a3",
-    "cifar10-l-softmax": "940432fa9653",
+    "cifar10-l-softmax": "e3893d5f1db8",
     "cifar10-spherenet": "1cbcf7a4b5e1",
     "cifar100-cnn9": "31af6ceead42",
     "cifar100-cnn9-dc": "9a65d831d163",
@@ -620,7 +620,7 @@ RECORDED = {
     "digits-dcnet": "2b75b8493d06",
     "digits-softmax": "53c7b0c2b0df",
     "digits-spherenet": "826388c03484",
-    "mnist-l-softmax": "620b1c9721bd",
+    "mnist-l-softmax": "793325ef56e3",
 }
 
 

@@ -111,10 +111,8 @@ def test_the_long_recipes_are_found():
     assert {"mnist-l-softmax", "cifar10-l-softmax", "cifar10-a-softmax", "cifar10-ga-softmax"} <= set(LONG)
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
-    shrunk = ["train.steps=2", "train.tensorboard=false", "data.batch_size=4", "evaluate.batch_size=5"]
-    plan = recipe.load(name, shrunk)
+def random_images(plan, monkeypatch):
+    """Noise in place of the recipe's data, a few samples of each class."""
     draw = torch.Generator().manual_seed(0)
 
     def split(count: int) -> TensorSplit:
@@ -123,9 +121,27 @@ def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
 
     data = Dataset(plan.data.name, tuple(map(str, range(10))), split(20), split(10))
     monkeypatch.setattr(trainer, "load_data", lambda *args, **options: data)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_recipes_of_published_tasks_take_two_steps(name, tmp_path, monkeypatch):
+    shrunk = ["train.steps=2", "train.tensorboard=false", "data.batch_size=4", "evaluate.batch_size=5"]
+    plan = recipe.load(name, shrunk)
+    random_images(plan, monkeypatch)
     run = train(plan, tmp_path / "run")
     assert 0 <= run.fit()["accuracy"] <= 1
     assert run.head.annealer is None or int(run.head.annealer.steps) == 2
+
+
+@pytest.mark.parametrize("name", ["mnist-l-softmax", "cifar10-l-softmax"])
+def test_large_published_rates_do_not_blow_the_features_up(name, tmp_path, monkeypatch):
+    """At a rate of 0.1 a last layer without normalisation does, within ten steps."""
+    shrunk = ["train.steps=8", "train.tensorboard=false", "data.batch_size=16", "train.log_every=1"]
+    plan = recipe.load(name, [*shrunk, "evaluate.every=100"])
+    random_images(plan, monkeypatch)
+    run = train(plan, tmp_path / "run")
+    run.fit()
+    assert max(row["total"] for row in run.run.rows() if row["split"] == "train") < 15
 
 
 # Lambda after some steps, from the published schedules: 1000 (1 + gamma t)^-power, at least the minimum.
