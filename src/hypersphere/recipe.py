@@ -86,19 +86,13 @@ class Regulariser(Part):
     schedule: Schedule | None = Field(None, description="of the weight; by default it stays as it is")
 
 
-class Convert(Part):
-    """A decoupled operator in the model's layers: its ``name``, its options, and which layers get it.
+class LayerChoice(Part):
+    """A part that goes into some of the model's layers."""
 
-    The keys are arguments of :func:`hypersphere.nn.convert`. The classifier is no part of the model, so by default the
-    last layer is converted, too.
-    """
-
-    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of layers to convert")
-    include: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to convert")
+    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of the layers")
+    include: tuple[str, ...] | None = Field(None, description="patterns of the names of the layers")
     exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
-        ("shortcut",), description="places of layers to leave alone"
-    )
+    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
 
     @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
     @classmethod
@@ -112,17 +106,25 @@ class Convert(Part):
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
-class Orthogonal(Part):
+class Convert(LayerChoice):
+    """A decoupled operator in the model's layers: its ``name``, its options, and which layers get it.
+
+    The keys are arguments of :func:`hypersphere.nn.convert`. The classifier is no part of the model, so by default the
+    last layer is converted, too.
+    """
+
+    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
+        ("shortcut",), description="places of layers to leave alone"
+    )
+
+
+class Orthogonal(LayerChoice):
     """Orthogonal training of the model's layers: the ``name`` of a map, its options, and what is turned how.
 
     Most keys are arguments of :func:`hypersphere.orthogonal.apply`. The classifier is no part of the model, so all
     layers are chosen by default.
     """
 
-    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of layers to turn")
-    include: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to turn")
-    exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
     init: Literal["kaiming", "xavier", "normal"] | None = Field(None, description="draw the neurons anew")
     mean: float = Field(0.0, description="mean of the numbers that init draws")
     unit_norm: bool = Field(False, description="set the norms of neurons to gain")
@@ -140,11 +142,6 @@ class Orthogonal(Part):
     weight_decay: float = Field(0.0, ge=0, description="of the free parameters of rotations")
     penalty: float = Field(0.0, ge=0, description="weight of the distance from orthogonal matrices, for free ones")
     penalty_squared: bool = Field(True, description="the squared distance")
-
-    @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @property
     def arguments(self) -> dict[str, Any]:
