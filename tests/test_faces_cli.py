@@ -638,6 +638,23 @@ def test_a_gallery_keeps_to_its_network_and_mirror_images(start, run, faces, tmp
     assert done.code == 0 and "no readable image of dia" in done.err and Gallery.load(people).names == ["ann", "bob"]
 
 
+def test_images_prepared_in_another_way_are_warned_of(start, run, faces, tmp_path):
+    """Scores of aligned faces say little about faces that are not."""
+    people, points = tmp_path / "people.safetensors", tmp_path / "landmarks.txt"
+    files = sorted((faces / "ann").glob("*.png"))
+    write_landmarks(points, {f"ann/{file.stem}": template((HEIGHT, WIDTH)) for file in files})
+    add = ("gallery", "add", run, people, faces / "ann", "--name", "ann")
+    assert start(*add, "--landmarks", points).code == 0
+    search = ("gallery", "search", run, people, faces / "ann", "--threshold", 0.5)
+    assert "do not compare" not in start(*search, "--landmarks", points).err
+    said = start(*search).err.replace("\n", " ")
+    size = f"images of {HEIGHT}x{WIDTH}"
+    assert f"gallery's features are of {size}, aligned by landmarks, but here of {size}, the middle of each" in said
+    assert start("verify", run, faces, "--samples", 20, "--target-far", 0.05, "--fars", 0.05).code == 0
+    said = start(*search, "--landmarks", points).err.replace("\n", " ")
+    assert "the threshold in" in said and f"is of {size}, the middle of each, but here" in said
+
+
 def test_a_damaged_calibration_is_named(start, run, faces, tmp_path):
     (run / "calibration.json").write_text("{}")
     done = start("gallery", "add", run, tmp_path / "people.safetensors", faces)

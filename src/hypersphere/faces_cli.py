@@ -111,6 +111,11 @@ class _Settings(NamedTuple):
         size = None if self.size is None else parse_size(self.size)
         return Embedder(run, pick_device(self.device), size=size, flip=cast(Flip, self.flip))
 
+    def images(self, embedder: Embedder) -> str:
+        """How images are prepared for the network, in words."""
+        how = "the middle of each" if self.landmarks is None else "aligned by landmarks"
+        return f"images of {embedder.shape[1]}x{embedder.shape[2]}, {how}"
+
     def embed(self, embedder: Embedder, found: Sequence[Photo], title: str) -> Embedded:
         """Features of images with a bar on the terminal; what was left out is listed."""
         points = None if self.landmarks is None else _points(self.landmarks, found)
@@ -292,9 +297,7 @@ def verify(
             )
         results |= verification_summary(scores, listed.same, fars=rates, identities=identities, samples=samples)
         calibration = calibrate(scores, listed.same, target_far, identities=identities, score=score, samples=samples)
-    how = f"{score} scores, {FLIP_WORDS[embedder.flip]}, images of {embedder.shape[1]}x{embedder.shape[2]}, " + (
-        "the middle of each" if landmarks is None else "aligned by landmarks"
-    )
+    how = f"{score} scores, {FLIP_WORDS[embedder.flip]}, {settings.images(embedder)}"
     _show_verification(embedder, results, calibration, how)
     content = {
         "run": str(run),
@@ -313,7 +316,12 @@ def verify(
     _write_json(output, content)
     _print(f"Results: {output}")
     if store:
-        keep = {"fingerprint": embedder.fingerprint, "pairs": str(pairs), "calibration": calibration.to_dict()}
+        keep = {
+            "fingerprint": embedder.fingerprint,
+            "images": settings.images(embedder),
+            "pairs": str(pairs),
+            "calibration": calibration.to_dict(),
+        }
         _write_json(run / CALIBRATION, keep)
         _print(f"Threshold kept in {run / CALIBRATION}")
     if report is not None:
@@ -552,7 +560,7 @@ def gallery_add(
             )
     settings, embedder = _for_gallery(run, gallery, landmarks, flip, size, device, batch_size, workers)
     if gallery is None:
-        gallery = Gallery(model=embedder.name, fingerprint=embedder.fingerprint)
+        gallery = Gallery(model=embedder.name, fingerprint=embedder.fingerprint, images=settings.images(embedder))
     made = settings.embed(embedder, found, "embed")
     features = made.combined(embedder.flip)
     rows: dict[str, list[int]] = {}
@@ -560,7 +568,7 @@ def gallery_add(
         rows.setdefault(found[index].person, []).append(row)
     for person, places in rows.items():
         gallery.enrol(person, features[places], average=not each, extend=extend)
-    calibration = _calibration(run, embedder)
+    calibration = _calibration(run, settings, embedder)
     if calibration is not None:
         gallery.calibration, gallery.threshold = calibration, calibration.threshold
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -618,7 +626,7 @@ def gallery_search(
         )
     found = _gather(images)
     settings, embedder = _for_gallery(run, gallery, landmarks, None, size, device, batch_size, workers)
-    calibration = _calibration(run, embedder)
+    calibration = _calibration(run, settings, embedder)
     line = threshold if threshold is not None else calibration.threshold if calibration else gallery.threshold
     if line is None:
         raise HypersphereError(
@@ -669,10 +677,21 @@ def _for_gallery(
             f"the gallery holds features of {gallery.model or 'another model'} with other weights than {run} has now: "
             "use that run, or make a new gallery"
         )
+    if gallery is not None:
+        _compare_images("the gallery's features are", gallery.images, settings.images(embedder))
     return settings, embedder
 
 
-def _calibration(run: Path, embedder: Embedder) -> Calibration | None:
+def _compare_images(whose: str, kept: str, now: str) -> None:
+    """Warn where images are prepared in another way than those that something was made of."""
+    if kept and kept != now:
+        errors.print(
+            f"[bold yellow]warning:[/] {whose} of {escape(kept)}, but here of {escape(now)}: scores do not compare",
+            highlight=False,
+        )
+
+
+def _calibration(run: Path, settings: _Settings, embedder: Embedder) -> Calibration | None:
     """The threshold that ``verify`` kept with a run, if it is one for cosines of the same features."""
     file = RunFolder.open(run).path / CALIBRATION
     if not file.is_file():
@@ -680,9 +699,13 @@ def _calibration(run: Path, embedder: Embedder) -> Calibration | None:
     try:
         kept = json.loads(file.read_text())
         found, own = Calibration.from_dict(kept["calibration"]), kept["fingerprint"]
+        images = str(kept.get("images", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise HypersphereError(f"{file} cannot be read ({error}): delete it and verify again") from error
-    return found if own == embedder.fingerprint and found.score == "cosine" else None
+    if own != embedder.fingerprint or found.score != "cosine":
+        return None
+    _compare_images(f"the threshold in {file} is", images, settings.images(embedder))
+    return found
 
 
 COMMANDS = (embed, verify, identify)

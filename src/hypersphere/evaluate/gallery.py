@@ -59,6 +59,7 @@ class Gallery:
         dim: Length of a feature; taken from the first one that is enrolled where it is not given.
         model: Name of the model that makes the features.
         fingerprint: :func:`fingerprint` of its weights.
+        images: How images were prepared for it, in words: its size, whether faces were aligned.
         threshold: Score above which a match is accepted, or the calibration for that model it comes from.
 
     Example:
@@ -74,11 +75,12 @@ class Gallery:
         *,
         model: str = "",
         fingerprint: str = "",
+        images: str = "",
         threshold: float | Calibration | None = None,
     ) -> None:
         if dim is not None:
             check_range("dim", dim, 1)
-        self.dim, self.model, self.fingerprint = dim, model, fingerprint
+        self.dim, self.model, self.fingerprint, self.images = dim, model, fingerprint, images
         self.calibration = threshold if isinstance(threshold, Calibration) else None
         if self.calibration is not None and self.calibration.score != "cosine":
             raise ArgumentError("threshold", f"must be for cosine scores, got one for {self.calibration.score} scores")
@@ -265,6 +267,7 @@ class Gallery:
             "dim": self.dim,
             "model": self.model,
             "fingerprint": self.fingerprint,
+            "images": self.images,
             "threshold": self.threshold,
             "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "names": self.names,
@@ -317,7 +320,8 @@ class Gallery:
             made = head["model"] or "another model"
             raise ArgumentError("fingerprint", f"must be that of the gallery, which holds features of {made}")
         threshold = Calibration.from_dict(head["calibration"]) if head["calibration"] else head["threshold"]
-        gallery = cls(head["dim"], model=head["model"], fingerprint=head["fingerprint"], threshold=threshold)
+        made_by = {key: head.get(key, "") for key in ("model", "fingerprint", "images")}  # older files have no images
+        gallery = cls(head["dim"], **made_by, threshold=threshold)
         gallery._templates = dict(zip(names, (x.clone() for x in templates.split(counts)), strict=True))
         return gallery
 
