@@ -12,10 +12,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 import decoupled_reference as ref
 import hypersphere as hs
@@ -30,6 +26,7 @@ from hypersphere.nn import (
     DecoupledConvTranspose2d,
     DecoupledConvTranspose3d,
     DecoupledLinear,
+    functional,
 )
 
 OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
@@ -783,6 +780,36 @@ def test_parallel_kernels_and_patches(kind, dtype):
             assert out.detach().flatten()[0].item() * sign > 0
 
 
+@by_operator
+@by_angular
+@pytest.mark.parametrize("eps", [0.0, 1e-4, 1e-40])
+@pytest.mark.parametrize("sizes", [(1e-10, 1e10), (1e-16, 1e4), (1e-18, 1e18), (0.0, 1e18), (0.0, 1.0)])
+def test_very_different_norms_in_one_batch(name, g, eps, sizes):
+    """A faint patch must not spoil the gradients of the others, which it meets in the mean norm."""
+    layer = DecoupledLinear(4, 3, operator=name, angular=g, eps=eps)
+    x = (torch.tensor(sizes).view(2, 1) * torch.randn(2, 4)).requires_grad_()
+    out = layer(x)
+    out.backward(torch.randn_like(out))
+    assert finite(out, x.grad, *(p.grad for p in layer.parameters()))
+
+
+@by_angular
+@pytest.mark.parametrize("name", RADIAL)
+@pytest.mark.parametrize("dtype", LOW)
+def test_small_gradients_of_the_radius_in_low_precision(name, g, dtype):
+    """Long patches and weak gradients, whose products are too small for a float16."""
+    operator = hs.nn.operator(name, angular=g)
+    x, weight = (1e3 * torch.randn(64, 32)).to(dtype), nn.functional.normalize(torch.randn(8, 32)).to(dtype)
+    upstream = (1e-4 * torch.randn(64, 8)).to(dtype)
+    found = []
+    for wide in (False, True):
+        radius = torch.ones(8, requires_grad=True)
+        args = [t.double() if wide else t for t in (x, weight, radius, upstream)]
+        out, _ = hs.nn.decoupled(*args[:2], operator, radius=args[2])
+        found.append(torch.autograd.grad(out, radius, args[3])[0])
+    assert (found[0] - found[1]).norm() < 0.03 * found[1].norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1e-8, 1e8])
 def test_extreme_norms(dtype, size):
@@ -930,6 +957,16 @@ def test_an_empty_batch_leaves_the_running_mean_alone():
     agree(layer.patch_norm_mean, before, atol=0)
 
 
+def test_memory_format_of_maps_beyond_the_cache():
+    """Which are worked on in parts on a CPU."""
+    layer = hs.nn.TanhConv2d(2, 64, 3, padding=1)
+    x = torch.randn(3, 2, 32, 32)
+    assert functional.CACHED < 3 * 64 * 32 * 32
+    out = layer(x.to(memory_format=torch.channels_last))
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(out, layer(x))
+
+
 @by_spread
 def test_memory_formats(name, g, weighting):
     layer = build("conv2d", 3, 4, 3, padding=1, name=name, g=g, weighting=weighting)
@@ -962,6 +999,10 @@ def test_wrong_shapes():
             layer(torch.zeros(shape))
     with pytest.raises((RuntimeError, ValueError), match=r"shape \(N, 3, H, W\)"):
         layer(torch.zeros(2, 4, 5, 5))
+    with pytest.raises(
+        ArgumentError, match=r"input must have the type of the weight, torch.float32, got torch.float64"
+    ):
+        layer(torch.zeros(2, 3, 5, 5, dtype=torch.float64))
     with pytest.raises((RuntimeError, ValueError)):
         DecoupledLinear(3, 4)(torch.zeros(2, 4))
 
@@ -1451,14 +1492,16 @@ def test_compiled_layers(kind, name, g, weighting):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("g", ["cosine", "sigmoid"])
-def test_what_is_compiled_has_the_same_gradients(name, g, groups):
-    """As it is handed to a compiler, for layers one behind the other."""
+def test_what_is_compiled_has_the_same_gradients(name, g, groups, monkeypatch):
+    """As it is handed to a compiler, for layers one behind the other, against autograd of torch's operations."""
     torch._dynamo.reset()
     layers = [build("conv2d", *pair, 3, name=name, g=g, groups=groups, padding=1) for pair in ((2, 4), (4, 6))]
     net = nn.Sequential(layers[0], nn.BatchNorm2d(4), nn.ReLU(inplace=True), layers[1]).double()
+    by_hand = functional._by_hand
     x, d_y = draw(3, 2, 5, 5), draw(3, 6, 5, 5)
     answers = []
     for call in (net, torch.compile(net, backend="aot_eager", fullgraph=True)):
+        monkeypatch.setattr(functional, "_by_hand", (lambda _: False) if call is net else by_hand)
         point = x.clone().requires_grad_()
         out = call(point)
         answers.append((out, *torch.autograd.grad(out, (point, *net.parameters()), d_y)))
@@ -1469,6 +1512,11 @@ def test_what_is_compiled_has_the_same_gradients(name, g, groups):
 @pytest.mark.parametrize("name", ["sphere", "tanh"])
 def test_what_is_compiled_keeps_the_output_for_the_layer_behind(name):
     """The products would have to become the output once more in the backward pass of every layer that needs it."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     torch._dynamo.reset()
     kept = []
 
@@ -1522,13 +1570,19 @@ def test_gradients_of_inputs_that_depend_on_each_other():
     agree(found, expected)
 
 
-def test_forward_mode_derivatives():
-    layer, x, tangent = build("conv2d", 2, 3, 2, name="log", g="sqcos"), draw(2, 2, 3, 3), draw(2, 2, 3, 3) + 1
+@by_spread
+def test_forward_mode_derivatives(name, g, weighting):
+    layer = build(
+        "conv2d", 2, 3, 2, name=name, g=g, weighting=weighting, **({"mean_norm": False} if name in RADIAL else {})
+    )
+    x, tangent = draw(2, 2, 3, 3), draw(2, 2, 3, 3) + 1
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         found = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
     step = 1e-6
     agree(found, (layer(x + step * tangent) - layer(x - step * tangent)).detach() / (2 * step), 1e-6)
+    linear, point = build("linear", 5, 3, name=name, g=g, weighting=weighting).eval(), draw(5)
+    agree(torch.func.jacfwd(linear)(point), torch.func.jacrev(linear)(point))
 
 
 def test_layers_begin_on_the_meta_device():

@@ -1,5 +1,6 @@
 """Decoupled operators as pure functions: published vectors, plain float64 formulas, and what geometry demands."""
 
+import dataclasses
 import itertools
 import math
 
@@ -377,7 +378,7 @@ def test_magnitudes_and_their_slopes(name, alpha):
 @by_operator
 @pytest.mark.parametrize("alpha", [1.0, 2.5])
 def test_slopes_of_the_divisor(name, alpha):
-    """Those of t / h by automatic differentiation, over nine orders of magnitude and beyond what exp can hold."""
+    """Those of t / h by automatic differentiation, over seven orders of magnitude and beyond what exp can hold."""
     op = make(name, alpha=alpha)
     t, radius = leaf(tensor(1e-4, 0.01, 0.3, 0.999, 1.7, 20.0, 900.0)), leaf(1.0)
     wanted = torch.autograd.grad((t / op.magnitude(t, radius.expand(7))).sum(), (t, radius), allow_unused=True)
@@ -389,6 +390,45 @@ def test_slopes_of_the_divisor(name, alpha):
     assert all(bool(part.isfinite().all()) for part in single)
     agree(single[0].double(), by_norm, atol=2e-3, rtol=1e-5)
     agree(single[1].double(), by_radius, atol=1e-6, rtol=1e-5)
+    faint, long = torch.tensor([1e-18, 1e-10, 1.0]), torch.tensor([1e10, 1e18, 1e21]).unsqueeze(1)
+    assert all(bool(part.isfinite().all()) for part in op.divisor_slopes(faint, long))
+
+
+def test_operators_of_ones_own():
+    """One that defines h alone is left to autograd; one that changes h does not keep slopes of another."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Root(hs.nn.Operator):
+        def magnitude(self, t, radius=1.0):
+            return t.sqrt()
+
+    @dataclasses.dataclass(frozen=True)
+    class Squared(type(make("tanh"))):
+        def magnitude(self, t, radius=1.0):
+            return (t / radius).tanh().square()
+
+        def magnitude_slope(self, t, radius=1.0):
+            return 2 * (t / radius).tanh() * (1 - (t / radius).tanh().square()) / radius
+
+        def radius_slope(self, t, radius=1.0):
+            return -t / radius * self.magnitude_slope(t, radius)
+
+    for op in (Root(eps=0.0), Squared(eps=0.0, mean_norm=False)):
+        layer = hs.nn.DecoupledLinear(3, 2, operator=op).double()
+        x = draw(4, 3).requires_grad_()
+        leaves = [x, *layer.parameters()]
+        found = torch.autograd.grad(layer(x).square().sum(), leaves)
+        radius = getattr(layer, "radius", 1.0)
+        products = x @ (layer.weight / layer.weight.norm(dim=1, keepdim=True)).T
+        t = x.norm(dim=1, keepdim=True)
+        by_formula = products / t * op.magnitude(t, radius)
+        for a, b in zip(found, torch.autograd.grad(by_formula.square().sum(), leaves), strict=True):
+            agree(a, b)
+
+
+def test_parts_of_a_mix_have_factors_of_their_own():
+    with pytest.raises(ArgumentError, match="leave out alpha=3"):
+        make("mix", alpha=3.0, parts=((1.0, "linear"),))
 
 
 @by_operator

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hypersphere.errors import ArgumentError, check_range
 
@@ -155,6 +156,22 @@ class _Arccos(torch.autograd.Function):
         return grads[0] * arccos_slope(cosines)
 
 
+class _DualArccos(_Arccos):
+    """The same with a derivative in forward mode; torch.compile takes no function that has one."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    jvp = _Arccos.backward  # a number times the slope, either way
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives travel with the values now (``torch.func.jvp``, ``torch.autograd.forward_ad``)."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
 def arccos_slope(cosines: Tensor) -> Tensor:
     r"""Derivative of :func:`arccos`: :math:`-1/\sqrt{1 - c^2}`, bounded near :math:`c = \pm 1`.
 
@@ -189,7 +206,7 @@ def arccos(cosines: Tensor) -> Tensor:
         >>> arccos(torch.tensor([1.0, 0.0, -1.0]))
         tensor([0.0000, 1.5708, 3.1416])
     """
-    return _Arccos.apply(at_least_float32(cosines))
+    return (_DualArccos if in_forward_mode() else _Arccos).apply(at_least_float32(cosines))
 
 
 def angle(x: Tensor, y: Tensor, dim: int = -1) -> Tensor:

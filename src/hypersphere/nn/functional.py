@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from hypersphere.angular import Angular, Cosine
-from hypersphere.geometry import at_least_float32, full_precision, patch_energy, safe_sqrt, window_sums
+from hypersphere.geometry import at_least_float32, full_precision, in_forward_mode, patch_energy, safe_sqrt, window_sums
 from hypersphere.nn import fused
 from hypersphere.nn.operators import Operator, is_zero, measures_radius
 
@@ -130,13 +129,12 @@ def _composed(
 
 
 def _by_hand(operator: Operator) -> bool:
-    """Whether the written-out backward pass serves: it knows unweighted operators and invertible angular functions."""
+    """Whether the written-out backward pass serves: unweighted, with the slopes of h and an invertible g."""
     # Up to torch 2.11 is_exporting() is True inside torch.compile, too, which the flag is not.
-    if torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active():
+    if torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active() or in_forward_mode():
         return False
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        return False
-    return operator.weighting == "none" and type(operator.g).cosine_at is not Angular.cosine_at
+    known = type(operator.g).cosine_at is not Angular.cosine_at
+    return known and operator.weighting == "none" and type(operator).magnitude_slope is not Operator.magnitude_slope
 
 
 def _product(x: Tensor, weight: Tensor, window: Window | None) -> Tensor:
@@ -188,8 +186,8 @@ def _batch_mean(energy: Tensor, operator: Operator, sync: bool) -> Tensor | None
 def _by_group(maps: Tensor, groups: int) -> Tensor:
     """``(N, O, *spatial)`` as ``(N, groups, O / groups, *spatial)``; of one group as it is.
 
-    Squared norms, ``(N, groups, *spatial)``, broadcast to it in the same form. (An axis of length 1 for one group makes
-    torch.compile store maps of channels-last networks in the order of others.)
+    Squared norms, ``(N, groups, *spatial)``, broadcast to it in the same form. (With an axis of length 1 for one group,
+    torch.compile would not keep channels-last maps channels-last.)
     """
     return maps if groups == 1 else maps.unflatten(1, (groups, -1))
 
@@ -351,7 +349,7 @@ def _respond_backward_part(
     """The same for some samples."""
     g: Any = operator.g
     groups, shape = energy.shape[1], _per_kernel(energy)
-    kernels, places = 1 - energy.dim(), [0, *range(2 - energy.dim(), 0)]  # axes of maps by group
+    kernel_axis, place_axes = 1 - energy.dim(), [0, *range(2 - energy.dim(), 0)]  # of maps by group
     own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
     scaled: Any = 1.0 if radius is None else radius.view(shape)
     squared = _by_group(energy, groups)
@@ -360,16 +358,18 @@ def _respond_backward_part(
     h = operator.magnitude(t, scaled)
     d_radius = d_k = None
     if type(g) is Cosine:
-        # The output is the products over t / h; this is the gradient of t / h, times -1. It is made of what is written
-        # in any case: the sums over kernels and over places each read that anew.
-        d_products = (upstream * (h * inverse)).to(y.dtype)
-        d_divisor = at_least_float32(d_products) * value
+        # The output is the products over t / h; this is the gradient of t / h, times -1.
+        exact = upstream * (h * inverse)
+        d_products = exact.to(y.dtype)
+        # Made of what is written in any case: the sums over kernels and over places each read that anew. (But what
+        # float16 rounds to 0 may count in a sum.)
+        against = (exact if y.dtype == torch.float16 else at_least_float32(d_products)) * value
         by_norm, by_radius = operator.divisor_slopes(t, scaled)
         if radius is None:
-            d_norm = d_divisor.sum(kernels, keepdim=True) * -by_norm
+            d_norm = against.sum(kernel_axis, keepdim=True) * -by_norm
         else:
-            d_norm = -(d_divisor * by_norm).sum(kernels, keepdim=True)
-            d_radius = -(d_divisor * by_radius).sum(places).flatten()
+            d_norm = -(against * by_norm).sum(kernel_axis, keepdim=True)
+            d_radius = -(against * by_radius).sum(place_axes).flatten()
     else:
         upstream = torch.where(is_zero(squared), 0.0, upstream)
         value = value / h
@@ -377,11 +377,11 @@ def _respond_backward_part(
         slope = h * g.slope_at(value, cosines, *own_k) * inverse
         d_products = (upstream * slope).to(y.dtype)
         by_norm = operator.magnitude_slope(t, scaled) * value - slope * cosines
-        d_norm = (upstream * by_norm).sum(kernels, keepdim=True)
+        d_norm = (upstream * by_norm).sum(kernel_axis, keepdim=True)
         if radius is not None:
-            d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(places).flatten()
+            d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(place_axes).flatten()
         if k is not None:
-            d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(places).flatten().sum_to_size(k.shape)
+            d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(place_axes).flatten().sum_to_size(k.shape)
     return d_products.reshape(y.shape), (d_norm * (inverse / 2)).reshape(energy.shape), d_radius, d_k
 
 

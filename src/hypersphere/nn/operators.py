@@ -135,8 +135,14 @@ class Operator:
     def divisor_slopes(self, t: Tensor, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """Derivatives by the norm and by the radius of t / h, over which the cosine's response is the product."""
         inverse = 1 / self.magnitude(t, radius)
-        by_norm = (1 - t * self.magnitude_slope(t, radius) * inverse) * inverse
-        return by_norm, -t * self.radius_slope(t, radius) * inverse.square()
+        divisor = t * inverse
+        by_norm = (1 - divisor * self.magnitude_slope(t, radius)) * inverse
+        return by_norm, -divisor * (self.radius_slope(t, radius) * inverse)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "magnitude" in vars(cls) and "divisor_slopes" not in vars(cls):
+            cls.divisor_slopes = Operator.divisor_slopes  # type: ignore[method-assign]  # not those of another magnitude
 
     def phi(self, x: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         r"""Where the operator moves an input along its ray, :math:`h(\|x\|)\, x / \|x\|`, ``(..., D)``.
@@ -238,9 +244,9 @@ class Operator:
         return self.angle_value(products * inverse, k) * torch.where(is_zero(energy), 0.0, h)
 
     def norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
+        """Norms and their inverses from squared norms; 1 and 0 for the zero vector."""
         zero = is_zero(energy)
-        t = (energy + self.eps).sqrt() if self.eps else torch.where(zero, 1.0, energy).sqrt()
+        t = torch.where(zero, 1.0, energy + self.eps).sqrt()
         return t, torch.where(zero, 0.0, 1 / t)
 
     def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
@@ -327,6 +333,11 @@ class Ball(RadiusOperator):
         ratio = t / radius
         return torch.where(ratio < 1, -self.alpha / radius * ratio, 0.0)
 
+    def divisor_slopes(self, t: Tensor, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Derivatives of t / h, the larger of norm and radius, which need no h: for far shorter patches that is 0."""
+        inside, slope = t < radius, torch.full_like(t, 1 / self.alpha)
+        return torch.where(inside, 0.0, slope), torch.where(inside, slope, 0.0)
+
 
 @operators.register("tanh")
 @dataclass(frozen=True)
@@ -355,7 +366,7 @@ class Tanh(RadiusOperator):
 
     def divisor_slopes(self, t: Tensor, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """Derivatives of t / h, the norm times a hyperbolic cotangent, which is ``1 + above``."""
-        ratio = t * (1 / radius)
+        ratio = (t * (1 / radius)).clamp(min=torch.finfo(t.dtype).tiny)
         above = 2 / (2 * ratio).expm1()
         falling = ratio * above * (above + 2)
         by_norm, by_radius = above + 1 - falling, ratio * falling
@@ -454,6 +465,8 @@ class Mix(Operator):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("beta", self.beta, 0)
+        if self.parts and (self.alpha, self.beta) != (1.0, 1.0):
+            raise ArgumentError("parts", f"have factors of their own: leave out alpha={self.alpha}, beta={self.beta}")
         pairs = self.parts or ((self.alpha, "linear"), (self.beta, "log"))
         for factor, name in pairs:
             check_range("parts", factor, 0)
