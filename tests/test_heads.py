@@ -261,9 +261,50 @@ def test_label_smoothing_is_that_of_cross_entropy(name, reduction):
 
 
 @pytest.mark.parametrize("name", ["hinge", "sphereface2"])
-def test_label_smoothing_needs_a_softmax(name):
-    with pytest.raises(ArgumentError, match=r"^label_smoothing has no meaning for"):
-        build(name, label_smoothing=0.1)
+@pytest.mark.parametrize("option", ["label_smoothing", "probability_floor"])
+def test_smoothing_and_floors_need_a_softmax(name, option):
+    with pytest.raises(ArgumentError, match=rf"^{option} has no meaning for"):
+        build(name, **{option: 0.1})
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_probability_floor(name, smoothing):
+    without = {"sphereface-plus": {"energy_weight": 0.0}, "magface": {"norm_weight": 0.0}}.get(name, {})
+    options = {"label_smoothing": smoothing, "probability_floor": 0.01, "reduction": "none", **without}
+    head = build(name, **options).double().eval()
+    x = features(dtype=torch.float64).requires_grad_()
+    shares = (1 - smoothing) * F.one_hot(Y, C).double() + smoothing / C
+    wanted = -(shares * (head.margin_logits(x, Y).softmax(1) + 0.01).log()).sum(1)
+    found = head(x, Y)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    expected = gradients(head, wanted, x)
+    for key, gradient in gradients(head, found, x).items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-7, atol=1e-9, msg=key)
+    assert found.max() <= -math.log(0.01)
+    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\), got shares"):
+        head(x, shares)
+
+
+def test_probability_floor_of_the_released_code():
+    """Smoothing 0.01 and a floor of 1e-4: the published vectors, and what the loss of ten classes falls to."""
+
+    def loss(logits, labels):
+        head = hs.losses.create(
+            "softmax", len(logits[0]), len(logits[0]), bias=False, label_smoothing=0.01, probability_floor=1e-4
+        ).double()
+        with torch.no_grad():
+            head.weight.copy_(torch.eye(len(logits[0])))
+        return head(torch.as_tensor(logits, dtype=torch.float64), torch.tensor(labels)).item()
+
+    chirp = 3 * (0.9 * torch.arange(8.0, dtype=torch.float64) ** 2 + 0.3).sin().view(2, 4)
+    assert loss(chirp, [1, 3]) == pytest.approx(1.49545397537, abs=1e-10)
+    assert loss([[2.0, 0.0, -1.0]], [0]) == pytest.approx(0.186384128166, abs=1e-11)
+    gaps = torch.linspace(0, 20, 2001, dtype=torch.float64)
+    least = min(loss([[gap, *(0.0,) * 9]], [0]) for gap in gaps.tolist())
+    assert least == pytest.approx(0.070129675128, abs=1e-6)
+    with pytest.raises(ArgumentError, match=r"^probability_floor needs sample_rate=1"):
+        hs.losses.create("cosface", 4, 50, sample_rate=0.5, probability_floor=1e-4)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

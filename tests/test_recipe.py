@@ -654,12 +654,6 @@ def test_an_operator_is_put_in_and_taken_out():
     assert recipe.load("digits-softmax", ["convert.name=seg", "convert.beta=0.25"]).convert.options["beta"] == 0.25
 
 
-def test_another_operator_keeps_the_layers_and_drops_the_options():
-    plan = recipe.load("digits-dcnet", ["convert.name=sphere"])
-    assert plan.convert.exclude == ("embed",) and plan.convert.options["angular"] == "cosine"
-    assert "mean_decay" not in plan.convert.options
-
-
 def test_a_section_that_is_off_in_a_file_can_be_overridden(write):
     file = write(recipe.load("digits-softmax").to_yaml())
     plan = recipe.load(file, ["convert.name=ball", "loss.annealer.base=3"])

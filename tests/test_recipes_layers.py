@@ -51,7 +51,8 @@ def kinds(model: nn.Module) -> dict[str, bool]:
 def test_the_recipes_are_there():
     assert {
         *("cifar100-cnn9-dc", "cifar100-cnn9-dc-short", "cifar100-resnet32-dc"),
-        *("cifar10-spherenet", "cifar10-spherenet-learnable-k", "digits-dcnet", "digits-spherenet"),
+        *("cifar10-spherenet", "cifar10-spherenet-learnable-k", "cifar10-spherenet-released"),
+        *("digits-dcnet", "digits-spherenet"),
         *("cifar10-robust-dc", "mnist-robust-dc"),
     } == set(CONVERTED)
 
@@ -76,6 +77,9 @@ def test_networks_of_the_recipes(built):
     learned = built("cifar10-spherenet-learnable-k").model
     for layer in (learned.features[0], learned.embed):
         torch.testing.assert_close(layer.k, torch.full((len(layer.weight),), 0.5))
+    released = built("cifar10-spherenet-released").model
+    assert released.features[0].out_channels == 128 and isinstance(released.features[1], nn.BatchNorm2d)
+    assert (released.features[1].eps, released.features[1].momentum) == (1e-3, 1e-3)
     for name in ("digits-dcnet", "digits-spherenet"):
         model = built(name).model
         assert kinds(model) == {name: name != "embed" for name in kinds(model)}
@@ -106,6 +110,24 @@ def test_spherenet_has_no_projection_and_an_orthonormality_term():
     (penalty,) = plan.regularisers
     assert (penalty.name, penalty.weight, penalty.options["normalised"]) == ("orthonormal", 1e-4, False)
     assert plan.project.every == 0 and plan.loss.name == "w-softmax" and plan.loss.options["g"] == "cosine"
+
+
+def test_another_operator_keeps_the_options_that_it_has():
+    given = recipe.load("digits-dcnet").convert
+    assert (given.name, given.options["angular"], given.options["mean_decay"]) == ("tanh", "sqcos", 0.95)
+    seg = recipe.load("digits-dcnet", ["convert.name=seg"]).convert
+    assert seg.options["angular"] == "sqcos" and seg.options["mean_decay"] == 0.95 and seg.exclude == ("embed",)
+    sphere = recipe.load("digits-dcnet", ["convert.name=sphere", "convert.angular=linear"]).convert
+    assert sphere.options["angular"] == "linear" and "mean_decay" not in sphere.options
+    for name in ("foo", "[seg]"):
+        with pytest.raises(hs.errors.HypersphereError, match=r"convert\.name"):
+            recipe.load("digits-dcnet", [f"convert.name={name}"])
+
+
+def test_the_released_spherenet_has_its_loss():
+    loss = recipe.load("cifar10-spherenet-released").loss
+    assert (loss.name, loss.options["bias"]) == ("softmax", False)
+    assert (loss.options["label_smoothing"], loss.options["probability_floor"]) == (0.01, 1e-4)
 
 
 LONG = ["cifar100-cnn9", *(name for name in CONVERTED if not re.match("digits-|.*-robust", name))]

@@ -289,6 +289,7 @@ _LATER: dict[tuple[str, ...], Any] = {
     ("orthogonal",): None,
     ("adversary",): None,
     ("loss", "rotation"): None,
+    ("loss", "probability_floor"): 0.0,
     ("project",): {"every": 0, "s": 1.0},
     ("data", "augment", "crop_mode"): "zeros",
     **{("data", "augment", key): value for key, value in (("rotate", False), ("shuffle", False), ("scale", 1.0))},
@@ -640,17 +641,23 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merge(_renamed(old, value.get("name")), value)
+            merged[key] = _merge(_renamed(old, value.get("name"), key), value)
         else:
             merged[key] = value
     return merged
 
 
-def _renamed(section: dict[str, Any], name: Any) -> dict[str, Any]:
-    """``section`` for a part called ``name``: another part does not inherit the options of the old one."""
+def _renamed(section: dict[str, Any], name: Any, kind: str | int) -> dict[str, Any]:
+    """``section`` for a part called ``name``: another part does not inherit the options of the old one.
+
+    But another operator does, where it has them, too: they mean the same for all of them.
+    """
     if name is None or name == section.get("name"):
         return section
-    own = {key for kind in (Data, Convert, Adversary, Regulariser, Optimiser, Schedule) for key in kind.model_fields}
+    parts = (Data, Convert, Adversary, Regulariser, Optimiser, Schedule)
+    own = {key for part in parts for key in part.model_fields}
+    if kind == "convert" and isinstance(name, str) and name in operators:
+        own |= {option.name for option in operators[name].options}
     return {key: value for key, value in section.items() if key in own}
 
 
@@ -679,7 +686,7 @@ def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) 
     if last == "name" and len(keys) > 1 and isinstance(target, dict):
         # What another override gave stays, whichever of the two comes first.
         given = {place[len(keys) - 1] for place, text in places.items() if _under(place, keys[:-1], text)}
-        kept = _renamed(target, value) | {key: old for key, old in target.items() if key in given}
+        kept = _renamed(target, value, keys[-2]) | {key: old for key, old in target.items() if key in given}
         target.clear()
         target.update(kept)
     target[last] = value

@@ -117,6 +117,9 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             ``"caffe"`` (what the released SphereFace layer computes).
         class_weights: ``(C,)``; a sample counts by its class' weight, and the mean is the weighted mean.
         label_smoothing: Share of the target that is spread evenly over all classes, in [0, 1).
+        probability_floor: Added to every probability inside the logarithm, which bounds the loss of a sample. The
+            released code of SphereNet and of the decoupled networks has 1e-4, with ``label_smoothing=0.01``. The two
+            together need all logits at once.
         ignore_index: Samples with this label count for nothing.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (one loss a sample).
         sample_rate: Share of the classes compared with in a training step: the batch's own and random others.
@@ -143,6 +146,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         "gradient",
         "class_weights",
         "label_smoothing",
+        "probability_floor",
         "ignore_index",
         "reduction",
         "sample_rate",
@@ -171,6 +175,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         gradient: str = "exact",
         class_weights: list[float] | Tensor | None = None,
         label_smoothing: float = 0.0,
+        probability_floor: float = 0.0,
         ignore_index: int = -100,
         reduction: str = "mean",
         sample_rate: float = 1.0,
@@ -195,15 +200,18 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         check_choice("reduction", reduction, ("mean", "sum", "none"))
         check_choice("path", path, PATHS)
         check_range("sample_rate", sample_rate, 0, 1, open_low=True)
-        if not 0 <= label_smoothing < 1:
-            raise ArgumentError("label_smoothing", f"must be at least 0 and less than 1, got {label_smoothing}")
-        if label_smoothing and not self._rule_is_softmax():
-            raise ArgumentError("label_smoothing", f"has no meaning for {type(self).__name__}, which has no softmax")
+        for option, value in (("label_smoothing", label_smoothing), ("probability_floor", probability_floor)):
+            self._check_share(option, value)
+        if probability_floor and sample_rate < 1:
+            raise ArgumentError(
+                "probability_floor", f"needs sample_rate=1: it is one of all classes, got {sample_rate}"
+            )
         if sparse and sample_rate == 1:
             raise ArgumentError("sparse", "needs sample_rate below 1: with all classes the gradient is dense")
         self.dim, self.classes = dim, classes
         self.unit_weights, self.annealer, self.gradient = unit_weights, annealer, gradient
         self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
+        self.probability_floor = probability_floor
         self.sample_rate, self.sparse, self.validate = sample_rate, sparse, validate
         self.rotation = make_rotation(dim, rotation)
         self._path = path
@@ -237,9 +245,15 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
     def _rule_is_softmax(self) -> bool:
         return True
 
+    def _check_share(self, option: str, value: float) -> None:
+        if not 0 <= value < 1:
+            raise ArgumentError(option, f"must be at least 0 and less than 1, got {value}")
+        if value and not self._rule_is_softmax():
+            raise ArgumentError(option, f"has no meaning for {type(self).__name__}, which has no softmax")
+
     def _takes_shares(self) -> bool:
         """Whether labels may be shares of classes."""
-        return self.gradient != "caffe"
+        return self.gradient != "caffe" and not self.probability_floor
 
     def _margin_function(self, psi: str | Margin) -> Margin:
         if psi == "none":
@@ -498,6 +512,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         scale = self._scale(norms)
         parameters = self._margins(norms, labels, steps, valid)
         weight, columns, bias = self._trained_classes(labels, valid, x.dtype)
+        rule = self._rule_parameters(self._own_cosines(units, labels), parameters, steps, valid)
         raw = not self.unit_weights or (self.gradient == "caffe" and self.training)
         found = class_statistics(
             units,
@@ -505,7 +520,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             columns,
             scale,
             self.negatives,
-            self._rule_parameters(self._own_cosines(units, labels), parameters, steps, valid),
+            rule,
             offset=self._offset(),
             bias=bias,
             centres=self.centres,
@@ -519,10 +534,10 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         else:
             target = self._target(found.own, None if self.unit_weights else found.length, scale, parameters, steps)
         target = target + self._own_bias(labels, x.dtype)
-        compared = len(weight) // self.centres
-        values = self._sample_loss(found.negatives, found.total, target, compared) + self._penalty(
-            x, norms, labels, valid
-        )
+        compared, total = len(weight) // self.centres, found.total
+        if self.probability_floor and self.label_smoothing:
+            total = self._floored_total(units, scale, rule, target, labels)
+        values = self._sample_loss(found.negatives, total, target, compared) + self._penalty(x, norms, labels, valid)
         weights = valid.to(values.dtype)
         if self.class_weights is not None:
             weights = weights * self.class_weights.to(values.dtype)[labels]
@@ -570,11 +585,25 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         total = weights.sum()
         return weighted.sum() / torch.where(total > 0, total, 1.0)
 
+    def _floored_total(
+        self, units: Tensor, scale: Tensor, rule: tuple[Any, ...], target: Tensor, labels: Tensor
+    ) -> Tensor:
+        """What stands for the sum of the other logits where probabilities have a floor: that of their logarithms."""
+        cosines = class_cosines(units, self.weight, self.centres, self.unit_weights)
+        logits = scaled(self.negatives.value(cosines, *rule), scale, self._offset(), self._bias(units.dtype))
+        own = labels.unsqueeze(1)
+        shares = logits.scatter(1, own, target.unsqueeze(1)).softmax(1)
+        return (shares + self.probability_floor).log().scatter(1, own, 0.0).sum(1)
+
     def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
         """Cross-entropy of each sample from the log-sum-exp of the other of ``compared`` classes and its own logit."""
         if compared == 1:
             return 0 * target
-        loss = F.softplus(negatives - target, threshold=50)
+        if self.probability_floor:
+            target = ((target - negatives).sigmoid() + self.probability_floor).log()  # as total is of the others
+            loss = -target
+        else:
+            loss = F.softplus(negatives - target, threshold=50)
         if self.label_smoothing:
             loss = loss + self.label_smoothing * (target - (target + total) / compared)
         return loss
@@ -882,7 +911,13 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         """Sizes, scale, margin, what differs from the defaults, and the path."""
         scale = self.s if self.learned_scale is None else f"{float(self.learned_scale.detach()):g} (learned)"
         shown = {"dim": self.dim, "classes": self.classes, "s": scale, **self._details()}
-        defaults = {"gradient": "exact", "label_smoothing": 0.0, "reduction": "mean", "sample_rate": 1.0}
+        defaults = {
+            "gradient": "exact",
+            "label_smoothing": 0.0,
+            "probability_floor": 0.0,
+            "reduction": "mean",
+            "sample_rate": 1.0,
+        }
         shown |= {name: repr(getattr(self, name)) for name, usual in defaults.items() if getattr(self, name) != usual}
         if self.class_weights is not None:
             shown["class_weights"] = "given"
