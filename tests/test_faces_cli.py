@@ -651,8 +651,13 @@ def test_images_prepared_in_another_way_are_warned_of(start, run, faces, tmp_pat
     size = f"images of {HEIGHT}x{WIDTH}"
     assert f"gallery's features are of {size}, aligned by landmarks, but here of {size}, the middle of each" in said
     assert start("verify", run, faces, "--samples", 20, "--target-far", 0.05, "--fars", 0.05).code == 0
-    said = start(*search, "--landmarks", points).err.replace("\n", " ")
-    assert "the threshold in" in said and f"is of {size}, the middle of each, but here" in said
+    assert "the threshold in" not in start(*search, "--landmarks", points).err  # not the one that is used
+    # Nor is it taken for what it is not one of.
+    for command in ((*add, "--extend", "--landmarks", points), (*search[:-2], "--landmarks", points)):
+        done = start(*command)
+        said = done.err.replace("\n", " ")
+        assert "the threshold in" in said and f"is of {size}, the middle of each, but here" in said
+    assert Gallery.load(people).threshold is None and "there is no threshold yet" in said and done.code != 0
 
 
 def test_a_damaged_calibration_is_named(start, run, faces, tmp_path):

@@ -626,7 +626,7 @@ def gallery_search(
         )
     found = _gather(images)
     settings, embedder = _for_gallery(run, gallery, landmarks, None, size, device, batch_size, workers)
-    calibration = _calibration(run, settings, embedder)
+    calibration = _calibration(run, settings, embedder) if threshold is None else None
     line = threshold if threshold is not None else calibration.threshold if calibration else gallery.threshold
     if line is None:
         raise HypersphereError(
@@ -656,7 +656,7 @@ def gallery_search(
         grid.add_row(escape(str(photo.file)), who, f"{best.score:.4f}", escape(near))
     # Where nobody looks, lines that other programs can read: a console breaks them at its width, which is 80 then.
     (console if console.is_terminal else Console(file=console.file, width=1000)).print(grid)
-    rate = f" (FAR {calibration.target_far:g})" if calibration and threshold is None else ""
+    rate = f" (FAR {calibration.target_far:g})" if calibration else ""
     _print(f"known above a cosine of {line:.4f}{rate}")
     if output is not None:
         _write_json(output, {"threshold": line, "images": rows, "skipped": [str(one) for one in made.skipped]})
@@ -678,21 +678,21 @@ def _for_gallery(
             "use that run, or make a new gallery"
         )
     if gallery is not None:
-        _compare_images("the gallery's features are", gallery.images, settings.images(embedder))
+        _same_images("the gallery's features are", gallery.images, settings.images(embedder))
     return settings, embedder
 
 
-def _compare_images(whose: str, kept: str, now: str) -> None:
-    """Warn where images are prepared in another way than those that something was made of."""
-    if kept and kept != now:
-        errors.print(
-            f"[bold yellow]warning:[/] {whose} of {escape(kept)}, but here of {escape(now)}: scores do not compare",
-            highlight=False,
-        )
+def _same_images(whose: str, kept: str, now: str) -> bool:
+    """Whether images are prepared like those that something was made of, as far as is known; warns if not."""
+    if same := kept in ("", now):
+        return same
+    warning = f"[bold yellow]warning:[/] {escape(whose)} of {escape(kept)}, but here of {escape(now)}: "
+    errors.print(f"{warning}scores do not compare", highlight=False)
+    return same
 
 
 def _calibration(run: Path, settings: _Settings, embedder: Embedder) -> Calibration | None:
-    """The threshold that ``verify`` kept with a run, if it is one for cosines of the same features."""
+    """The threshold that ``verify`` kept with a run, if it is one for cosines of features of images like these."""
     file = RunFolder.open(run).path / CALIBRATION
     if not file.is_file():
         return None
@@ -704,8 +704,7 @@ def _calibration(run: Path, settings: _Settings, embedder: Embedder) -> Calibrat
         raise HypersphereError(f"{file} cannot be read ({error}): delete it and verify again") from error
     if own != embedder.fingerprint or found.score != "cosine":
         return None
-    _compare_images(f"the threshold in {file} is", images, settings.images(embedder))
-    return found
+    return found if _same_images(f"the threshold in {file} is", images, settings.images(embedder)) else None
 
 
 COMMANDS = (embed, verify, identify)

@@ -59,7 +59,7 @@ class Gallery:
         dim: Length of a feature; taken from the first one that is enrolled where it is not given.
         model: Name of the model that makes the features.
         fingerprint: :func:`fingerprint` of its weights.
-        images: How images were prepared for it, in words: its size, whether faces were aligned.
+        images: How images were prepared for it, in words: their size, whether faces were aligned.
         threshold: Score above which a match is accepted, or the calibration for that model it comes from.
 
     Example:
@@ -320,8 +320,8 @@ class Gallery:
             made = head["model"] or "another model"
             raise ArgumentError("fingerprint", f"must be that of the gallery, which holds features of {made}")
         threshold = Calibration.from_dict(head["calibration"]) if head["calibration"] else head["threshold"]
-        made_by = {key: head.get(key, "") for key in ("model", "fingerprint", "images")}  # older files have no images
-        gallery = cls(head["dim"], **made_by, threshold=threshold)
+        made_by = {key: head[key] for key in ("dim", "model", "fingerprint")}
+        gallery = cls(**made_by, images=head.get("images", ""), threshold=threshold)  # older files do not say
         gallery._templates = dict(zip(names, (x.clone() for x in templates.split(counts)), strict=True))
         return gallery
 
