@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hypersphere as hs
 from hypersphere import angular, margins
 from hypersphere.angular import Angular, Sigmoid
-from hypersphere.errors import ArgumentError
+from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.margins import (
     AdditiveAngle,
     AdditiveCosine,
@@ -95,6 +96,36 @@ def test_sigmoid_goes_from_a_step_to_a_line():
     for k in (0.0, -1.0, math.nan):
         with pytest.raises(ArgumentError, match=r"^k must be greater than 0"):
             Sigmoid(k)
+
+
+def test_slope_and_offset_of_the_linear_function():
+    g = angular.Linear(a=-0.4, b=0.7)
+    torch.testing.assert_close(g(GRID), 0.7 - 0.4 * GRID)
+    cosines = torch.linspace(-0.99, 0.99, 9, dtype=torch.float64)
+    torch.testing.assert_close(g.cosine_at(g.of_cosine(cosines)), cosines)
+    leaf = cosines.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(g.of_cosine(leaf).sum(), leaf)
+    torch.testing.assert_close(g.slope_of_cosine(cosines), slope)
+    layer = hs.nn.TanhConv2d(2, 3, 2, angular=g, eps=0.0, mean_norm=False).double()
+    x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    patches = torch.nn.functional.unfold(x, 2).transpose(1, 2)
+    theta = torch.nn.functional.cosine_similarity(patches.unsqueeze(2), layer.weight.flatten(1), dim=3).acos()
+    wanted = (patches.norm(dim=2, keepdim=True) / layer.radius).tanh() * (0.7 - 0.4 * theta)
+    found = layer(x).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(wanted)
+    for a, b in zip(*(torch.autograd.grad(y, [x, *layer.parameters()], weights) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert layer(torch.zeros(1, 2, 2, 2, dtype=torch.float64)).count_nonzero() == 0
+    with pytest.raises(ArgumentError, match=r"^a must be less than 0"):
+        angular.Linear(a=0.5)
+    with pytest.raises(ArgumentError, match=r"^g must fall from 1 to -1"):
+        Multiplicative(g)
+
+
+def test_a_class_is_no_name():
+    with pytest.raises(HypersphereError, match=r"unknown angular function <class .*Sigmoid'>\. Known: cosine"):
+        hs.nn.SphereLinear(2, 3, angular=Sigmoid)
 
 
 def test_own_angular_functions_may_define_either_form():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hypersphere.errors import check_range
+from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import arccos, arccos_slope, at_least_float32, safe_sqrt
 from hypersphere.registry import Registry
 
@@ -96,28 +96,40 @@ class Cosine(Angular):
 @angulars.register("linear")
 @dataclass(frozen=True)
 class Linear(Angular):
-    r"""Linear in the angle: :math:`g(\theta) = 1 - 2\theta/\pi`, with the same slope everywhere.
+    r"""Linear in the angle: :math:`g(\theta) = a\theta + b`, by default :math:`1 - 2\theta/\pi`.
+
+    Args:
+        a: Slope, less than 0.
+        b: Value at angle 0.
 
     Example:
         >>> Linear().of_cosine(torch.tensor([1.0, 0.0, -1.0]))
         tensor([ 1.,  0., -1.])
     """
 
+    a: float = -2 / math.pi
+    b: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.a < 0:
+            raise ArgumentError("a", f"must be less than 0: the value falls with the angle, got {self.a}")
+
     def __call__(self, theta: Tensor) -> Tensor:
         """Value at angles, any shape."""
-        return 1 - theta * (2 / math.pi)
+        return self.b + theta * self.a
 
     def slope(self, theta: Tensor) -> Tensor:
         """Derivative at angles, the same everywhere."""
-        return torch.full_like(theta, -2 / math.pi)
+        return torch.full_like(theta, self.a)
 
     def slope_of_cosine(self, cosines: Tensor) -> Tensor:
         """Derivative by the cosine."""
-        return arccos_slope(cosines) * (-2 / math.pi)
+        return arccos_slope(cosines) * self.a
 
     def cosine_at(self, values: Tensor) -> Tensor:
         """The cosine at which the function takes these values."""
-        return (values.clamp(-1, 1) * (math.pi / 2)).sin()
+        middle = self.b + self.a * (math.pi / 2)  # the value at a right angle
+        return ((values - middle) * (-1 / self.a)).clamp(-math.pi / 2, math.pi / 2).sin()
 
 
 @angulars.register("sigmoid")

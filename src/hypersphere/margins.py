@@ -139,6 +139,8 @@ class Multiplicative(Margin):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "g", angular.create(self.g))
+        if isinstance(self.g, angular.Linear) and self.g != angular.Linear():
+            raise ArgumentError("g", f"must fall from 1 to -1 to be extended beyond pi, got {self.g}")
 
     def check(self, **m: float) -> None:
         """At least 1."""

@@ -156,13 +156,12 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> Entry[T]:
-        key = self._key(name)
-        if key not in self._aliases:
+        if name not in self:
             known = ", ".join(self) or "none yet"
             words = [word for entry in self._entries.values() for word in (entry.name, *entry.aliases)]
-            hint = did_you_mean(name.lower().replace("_", "-"), words)
+            hint = did_you_mean(str(name).lower().replace("_", "-"), words)
             raise UnknownNameError(f"unknown {self.family} {name!r}.{hint} Known: {known}")
-        return self._entries[self._aliases[key]]
+        return self._entries[self._aliases[self._key(name)]]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._aliases

@@ -66,6 +66,7 @@ def usable(x: Tensor, kernels: int, operator: Operator, window: Window | None) -
         and (window is None or (window.groups == 1 and not window.transposed and len(window.kernel) < 3))
         and type(operator) in MAGNITUDES
         and type(operator.angular) in ANGULARS
+        and (operator.angular == angular.Linear() or not isinstance(operator.angular, angular.Linear))
         and getattr(operator, "parts", None) is None
     )
 
