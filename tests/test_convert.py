@@ -965,3 +965,9 @@ def test_real_models(name):
     sphere = answers(model, x)
     assert (sphere - before).abs().max() > 1e-4
     torch.testing.assert_close(answers(fold(model), x), sphere, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("model", ["resnet18", nn.Conv2d])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(ArgumentError, match=r"^model must be a module, got (str|type)$"):
+        convert(model, "sphere")

@@ -98,6 +98,9 @@ def test_options_of_the_rescaling():
     x = torch.randn(2, 3, 4, dtype=torch.bfloat16)
     assert SphereNorm(3)(x).dtype == torch.bfloat16
     assert "3" in repr(SphereNorm(3))
+    for shape in ((2, 4, 5), (3,), (3, 5, 5)):
+        with pytest.raises(ArgumentError, match=r"^input must have shape \(N, 3, \.\.\.\), got"):
+            SphereNorm(3)(torch.zeros(shape))
     with pytest.raises(ArgumentError, match="channels"):
         SphereNorm(0)
 
@@ -298,6 +301,48 @@ def drifting(batches):
     model = network(conv=hs.nn.TanhConv2d, bn_momentum=0.3)
     model(5 * images() + 3)
     return model, [images() * (1 + n) for n in range(batches)]
+
+
+@pytest.mark.parametrize("name", ["ball", "tanh", "seg"])
+@pytest.mark.parametrize("weighting", ["none", "joint"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_share_of_patches_beyond_the_radius(name, weighting, groups):
+    """By comparing every patch with every kernel."""
+    options = {"groups": groups, "weighting": weighting, "operator": name, "padding": 1, "stride": 2}
+    layer = hs.nn.DecoupledConv2d(4, 6, 3, **options).double()
+    layer.set_radius(torch.linspace(0.7, 1.2, 6))
+    layer.weight.data.normal_(std=0.2)
+    model = nn.Sequential(nn.Dropout(0.5), layer, nn.ReLU(), nn.Dropout(0.5))
+    x = torch.randn(5, 4, 7, 6, dtype=torch.float64)
+    x[0] = 0
+    layer(torch.randn_like(x))  # a mean norm to begin with
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = hs.nn.saturation(model, (x, "labels"))
+    patches = nn.functional.unfold(x, 3, padding=1, stride=2).unflatten(1, (groups, -1))
+    norms = (patches.square().sum(2) + 1e-4).sqrt()  # (N, groups, places)
+    present = patches.square().sum(2) > 0
+    wanted = []
+    for kernel in range(6):
+        group = kernel // (6 // groups)
+        length = (layer.weight[kernel].square().sum() + 1e-4).sqrt() if weighting == "joint" else 1.0
+        beyond = norms[:, group] * length > layer.radius[kernel] * layer.patch_norm_mean[group]
+        wanted.append((beyond & present[:, group]).sum() / present[:, group].sum())
+    assert list(found) == ["1"] and found["1"].min() < found["1"].max()
+    close(found["1"], torch.stack(wanted))
+    assert model.training and layer.training and "_respond" not in vars(layer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    close(hs.nn.saturation(hs.nn.fold(model.eval()), x)["1"], found["1"])
+
+
+def test_share_beyond_the_radius_of_unusual_models():
+    shared = hs.nn.BallLinear(3, 3)
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    assert hs.nn.saturation(twice, torch.randn(8, 3))["0"].shape == (3,)
+    assert hs.nn.saturation(hs.nn.SphereLinear(3, 2), torch.randn(8, 3)) == {}
+    assert hs.nn.saturation(hs.nn.TanhLinear(3, 2), torch.zeros(8, 3))[""].tolist() == [0.0, 0.0]
+    with pytest.raises(ArgumentError, match="input"):
+        hs.nn.saturation(shared, torch.randn(8, 4))
+    assert "_respond" not in vars(shared) and shared.training
 
 
 def test_recalibration_is_the_mean_over_batches():

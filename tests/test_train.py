@@ -596,14 +596,18 @@ def test_what_layers_learned_is_kept_for_the_report(tmp_path):
     with run._averaged(), torch.no_grad():
         assert torch.equal(kept["filters"], run.model.features[0].weight)
         names = {name for name in kept if "/" in name}
-        assert {name.split("/")[0] for name in names} == {"radius", "k"} and len(names) == 10
+        assert {name.split("/")[0] for name in names} == {"radius", "saturated", "k"} and len(names) == 15
+        images = run.preprocess(run.data.test.images[: run.recipe.evaluate.batch_size])
+        shares = hs.nn.saturation(run.model, images)
         for name in names:
             quantity, _, layer = name.split("/")
-            assert torch.equal(kept[name], getattr(run.model.get_submodule(layer), quantity))
+            own = shares[layer] if quantity == "saturated" else getattr(run.model.get_submodule(layer), quantity)
+            assert torch.equal(kept[name], own)
     order = [name.split("/")[2] for name in sorted(names) if name.startswith("k/")]
     assert order == ["features.0", "features.3", "features.7", "features.10", "embed"]
     page = report.build([tmp_path / "run"])
     assert "Radius: digits-a-softmax" in page and "Filters: digits-a-softmax" in page
+    assert "Patches beyond the radius (share): digits-a-softmax" in page
 
 
 def test_fixed_radii_are_not_shown(tmp_path):

@@ -16,7 +16,7 @@ from hypersphere.nn.functional import Window, decoupled
 from hypersphere.nn.modules import *  # noqa: F403
 from hypersphere.nn.norm import SphereNorm
 from hypersphere.nn.operators import Operator, operator, operators
-from hypersphere.nn.optimise import WeightProjection, init_from, project_weights, recalibrate
+from hypersphere.nn.optimise import WeightProjection, init_from, project_weights, recalibrate, saturation
 from hypersphere.registry import Registry
 
 LayerFactory = Callable[..., nn.Module]
@@ -65,5 +65,6 @@ __all__ = [
     "recalibrate",
     "report",
     "revert",
+    "saturation",
 ]
 __all__ += modules.__all__

@@ -253,6 +253,8 @@ def _choose(
     example: Any,
 ) -> dict[nn.Module, str]:
     """Why each layer is left alone; empty for the layers that are chosen, of which there are some."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", f"must be a module, got {type(model).__name__}")
     for place in places:
         check_choice("skip", place, tuple(_PLACES))
     layers = _layers(model)
@@ -501,9 +503,7 @@ def _fold(layer: Decoupled) -> None:
         return
     if op.weighting == "separate":  # the kernel's own magnitude is a factor
         norms = op.magnitude(norms, 1.0 if radius is None else radius) / op.alpha
-    if getattr(op, "mean_norm", False):
-        assert radius is not None
-        radius = _scaled(radius, torch.where(layer.patch_norm_seen.bool(), layer.patch_norm_mean, 1.0))
+    radius = None if radius is None else _scaled(radius, layer._mean_norm())
     changes: dict[str, Any] = {"weighting": "linear" if op.weighting == "separate" else op.weighting}
     changes |= {"mean_norm": False} if op.has_radius else {}
     layer._drop_state()

@@ -200,6 +200,12 @@ class Decoupled(nn.Module):
         above = (value - low).expm1().log() if self.operator.k_param == "softplus" else value - low
         self.k_raw.copy_(value if projected else above)
 
+    def _mean_norm(self) -> Tensor | None:
+        """Mean patch norm of each group at test time, ``(groups,)``, where radii are in units of it."""
+        if not measures_radius(self.operator):
+            return None
+        return torch.where(self.patch_norm_seen.bool(), self.patch_norm_mean, 1.0)
+
     def kernel_norms(self) -> Tensor:
         """Norm of each kernel, ``(O,)``."""
         return torch.linalg.vector_norm(at_least_float32(self._by_kernel(self.weight)).flatten(2), dim=2).flatten()
@@ -264,9 +270,7 @@ class Decoupled(nn.Module):
         elif x.dtype != weight.dtype:
             raise ArgumentError("input", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
         directions, norms = self._directions(weight, dtype)
-        op, mean = self.operator, None
-        if measures_radius(op) and not self.training:
-            mean = torch.where(self.patch_norm_seen.bool(), self.patch_norm_mean, 1.0)
+        op, mean = self.operator, None if self.training else self._mean_norm()
         y, batch_mean = decoupled(
             x.to(dtype),
             directions,

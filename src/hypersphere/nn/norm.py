@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hypersphere.errors import check_range
+from hypersphere.errors import ArgumentError, check_range
 
 
 class _BatchStatistics(_BatchNorm):
@@ -92,6 +92,8 @@ class SphereNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rescaled responses, in the shape and type of ``x``."""
+        if x.dim() < 2 or x.shape[1] != self.channels:
+            raise ArgumentError("input", f"must have shape (N, {self.channels}, ...), got {tuple(x.shape)}")
         if self.statistics is not None:
             x = self.statistics(x)
         if self.beta is None or self.gamma is None:

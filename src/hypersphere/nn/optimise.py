@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from torch.nn.utils import parametrize
 
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32
+from hypersphere.nn.functional import Window, _energy, _scaled
 from hypersphere.nn.modules import Decoupled
+from hypersphere.nn.operators import is_zero
 from hypersphere.nn.operators import operator as create_operator
 
 M = TypeVar("M", bound=nn.Module)
@@ -162,25 +164,90 @@ def recalibrate(model: M, batches: Iterable[Any]) -> M:
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     layers = [m for _, m in decoupled_layers(model) if getattr(m.operator, "mean_norm", False)]
-    averaged = {*norms, *layers}
+    with _training_alone(model, {*norms, *layers}), _averaging(norms, layers):
+        empty = True
+        for batch in batches:
+            empty = False
+            _run(model, batch)
+        if empty:
+            raise ArgumentError("batches", "must not be empty")
+    return model
+
+
+@torch.no_grad()
+def saturation(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    r"""Share of the patches of a batch that lie beyond the radius of each kernel.
+
+    A radius learns from one side of it: that of ``ball`` from the patches within, that of ``seg`` from those beyond,
+    and ``tanh`` is flat far beyond. Where no patch is on that side the radius is frozen. Patches of zeros do not count.
+    The model runs as in evaluation and stays as it is.
+
+    Args:
+        model: A model with layers whose operators have a radius.
+        batch: Input on the device of the model: a tensor, a tuple or list whose first entry is one, or a mapping of
+            keywords.
+
+    Returns:
+        Name of the layer -> share for each kernel, ``(O,)`` in [0, 1], for the layers that the batch reaches.
+
+    Example:
+        >>> import hypersphere as hs
+        >>> saturation(hs.nn.BallLinear(2, 1, eps=0.0), torch.tensor([[0.5, 0.0], [0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
+        {'': tensor([0.6667])}
+    """
+    found: dict[str, list[Tensor]] = {}
+    layers = {name: layer for name, layer in decoupled_layers(model) if layer.operator.has_radius}
+
+    def measured(name: str, layer: Any) -> Callable[[Tensor, Window | None], Tensor]:
+        respond = layer._respond
+
+        def measure(x: Tensor, window: Window | None) -> Tensor:
+            energy = _energy(x, window)
+            radius, zero = _scaled(layer.radius, layer._mean_norm()), is_zero(energy)
+            if layer.operator.weighting == "joint":  # which compares the product of both norms
+                radius = radius / layer._directions(layer.weight, x.dtype)[1]
+            # No comparison of every patch with every kernel: the patches are sorted.
+            norms = (
+                torch.where(zero, -1.0, (energy + layer.operator.eps).sqrt()).transpose(0, 1).flatten(1).sort().values
+            )
+            within = torch.searchsorted(norms, radius.view(len(norms), -1).to(norms.dtype), right=True)
+            patches = (~zero).transpose(0, 1).flatten(1).sum(1, keepdim=True)
+            found[name] = [*found.get(name, []), ((norms.shape[1] - within) / patches.clamp(min=1)).flatten()]
+            return respond(x, window)
+
+        return measure
+
+    try:
+        for name, layer in layers.items():
+            vars(layer)["_respond"] = measured(name, layer)
+        with _training_alone(model, set()):
+            _run(model, batch)
+    finally:
+        for layer in layers.values():
+            vars(layer).pop("_respond", None)
+    return {name: torch.stack(shares).mean(0) for name, shares in found.items()}
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    """Run a model on a batch of any form."""
+    if isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+@contextmanager
+def _training_alone(model: nn.Module, chosen: set[Any]) -> Iterator[None]:
+    """The model with ``chosen`` modules in training mode, all others in evaluation mode, and nothing compiled."""
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:
-            module.training = module in averaged
-        with _averaging(norms, layers), torch.compiler.set_stance("force_eager"):
-            empty = True
-            for batch in batches:
-                empty = False
-                if isinstance(batch, Mapping):
-                    model(**batch)
-                else:
-                    model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-            if empty:
-                raise ArgumentError("batches", "must not be empty")
+            module.training = module in chosen
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return model
 
 
 @contextmanager

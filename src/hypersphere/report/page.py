@@ -202,7 +202,7 @@ def _histograms(
     return "".join(_plot(plots, figure, "histogram", name, caption) for name, figure, caption in drawn)
 
 
-LAYER_TITLES = {"radius": "Radius", "k": "Steepness k"}
+LAYER_TITLES = {"radius": "Radius", "saturated": "Patches beyond the radius (share)", "k": "Steepness k"}
 
 
 def _layers(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
@@ -215,7 +215,8 @@ def _layers(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
     if drawn:
         text = (
             "What decoupled layers learned besides their kernels: the stronger the colour of a box, the more kernels "
-            "of the layer have a value near there. Then the filters of the first convolution."
+            "of the layer have a value near there. A radius beyond which all patches lie, or none, learns little or "
+            "nothing. Then the filters of the first convolution."
         )
     else:
         text = "The filters of the first convolution."

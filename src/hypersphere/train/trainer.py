@@ -28,7 +28,7 @@ from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import MarginSoftmax, losses
 from hypersphere.models import models
-from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate
+from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate, saturation
 from hypersphere.optim import OGD
 from hypersphere.orthogonal import maps
 from hypersphere.recipe import Recipe, RecipeError
@@ -701,6 +701,14 @@ class Trainer:
                     "k": layer.k,
                 }
                 found |= {f"{key}/{place:05}/{name}": v.clone() for key, v in learned.items() if v is not None}
+        radii = {key.split("/", 2)[2]: key for key in found if key.startswith("radius/")}
+        if radii:
+            images, _ = next(evaluation_batches(self.data.test, self.recipe.evaluate.batch_size, self.device))
+            with self._autocast():
+                beyond = saturation(self.model, self.preprocess(images))
+            found |= {
+                f"saturated{key.removeprefix('radius')}": beyond[name] for name, key in radii.items() if name in beyond
+            }
         first = next((layer for layer in self.model.modules() if isinstance(layer, nn.Conv2d)), None)
         if first is not None and first.groups == 1 and first.in_channels in (1, 3):
             found["filters"] = first.weight.float().clone()
