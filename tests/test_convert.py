@@ -898,6 +898,14 @@ def transformers_model(name, **options):
     return getattr(transformers, f"{name}ForImageClassification")(config), torch.randn(2, 3, 32, 32)
 
 
+def torchvision_model(name, **options):
+    return getattr(pytest.importorskip("torchvision").models, name)(num_classes=5, **options), torch.randn(2, 3, 32, 32)
+
+
+def timm_model(name, **options):
+    return pytest.importorskip("timm").create_model(name, num_classes=5, **options), torch.randn(2, 3, 32, 32)
+
+
 TOKENS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
 REAL = {
     "plain-cnn": (functools.partial(own, "plain-cnn", widths=(4, 6), dim=8), 7, 0),
@@ -925,6 +933,14 @@ REAL = {
         37,
         0,
     ),
+    # These two libraries are tried where they are installed.
+    "torchvision-resnet": (functools.partial(torchvision_model, "resnet18"), 21, 3),
+    "torchvision-vgg": (functools.partial(torchvision_model, "vgg11"), 11, 0),
+    "torchvision-convnext": (functools.partial(torchvision_model, "convnext_tiny"), 59, 0),
+    "torchvision-vit": (functools.partial(torchvision_model, "vit_b_32", image_size=32), 26, 0),
+    "timm-resnet": (functools.partial(timm_model, "resnet18"), 21, 3),
+    "timm-convnext": (functools.partial(timm_model, "convnext_atto"), 41, 0),
+    "timm-vit": (functools.partial(timm_model, "vit_tiny_patch16_224", img_size=32), 50, 0),
 }
 
 
