@@ -1583,6 +1583,9 @@ def test_forward_mode_derivatives(name, g, weighting):
     agree(found, (layer(x + step * tangent) - layer(x - step * tangent)).detach() / (2 * step), 1e-6)
     linear, point = build("linear", 5, 3, name=name, g=g, weighting=weighting).eval(), draw(5)
     agree(torch.func.jacfwd(linear)(point), torch.func.jacrev(linear)(point))
+    twice = torch.func.jacfwd(torch.func.jacfwd(lambda v: linear(v).sum()))(point)
+    agree(twice, torch.func.hessian(lambda v: linear(v).sum())(point))
+    agree(twice, torch.autograd.functional.hessian(lambda v: linear(v).sum(), point))
 
 
 def test_layers_begin_on_the_meta_device():

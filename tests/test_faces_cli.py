@@ -658,6 +658,11 @@ def test_images_prepared_in_another_way_are_warned_of(start, run, faces, tmp_pat
         said = done.err.replace("\n", " ")
         assert "the threshold in" in said and f"is of {size}, the middle of each, but here" in said
     assert Gallery.load(people).threshold is None and "there is no threshold yet" in said and done.code != 0
+    other = tmp_path / "other.safetensors"
+    assert start("gallery", "add", run, other, faces / "ann", "--name", "ann").code == 0
+    assert Gallery.load(other).threshold is not None
+    done = start("gallery", "search", run, other, faces / "ann", "--landmarks", points)
+    assert done.code != 0 and "there is no threshold yet" in done.err.replace("\n", " ")
 
 
 def test_a_damaged_calibration_is_named(start, run, faces, tmp_path):

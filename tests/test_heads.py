@@ -282,8 +282,21 @@ def test_probability_floor(name, smoothing):
     for key, gradient in gradients(head, found, x).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-7, atol=1e-9, msg=key)
     assert found.max() <= -math.log(0.01)
-    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\), got shares"):
+    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\) with probability_floor, got shares"):
         head(x, shares)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "cgd", "caffe"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_floor_that_is_next_to_none_changes_nothing(gradient, smoothing):
+    found = []
+    for floor in (0.0, 1e-14):
+        options = {"m": 2, "gradient": gradient, "label_smoothing": smoothing, "probability_floor": floor}
+        head = build("a-softmax", **options).double().train()
+        x = features(dtype=torch.float64).requires_grad_()
+        found.append(gradients(head, head(x, Y), x))
+    for key, gradient_ in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient_, rtol=1e-7, atol=1e-9, msg=key)
 
 
 def test_probability_floor_of_the_released_code():
@@ -305,6 +318,11 @@ def test_probability_floor_of_the_released_code():
     assert least == pytest.approx(0.070129675128, abs=1e-6)
     with pytest.raises(ArgumentError, match=r"^probability_floor needs sample_rate=1"):
         hs.losses.create("cosface", 4, 50, sample_rate=0.5, probability_floor=1e-4)
+    both = {"label_smoothing": 0.01, "probability_floor": 1e-4}
+    with pytest.raises(ArgumentError, match=r"^path must not be 'chunked'"):
+        hs.losses.create("cosface", 4, 50, path="chunked", **both)
+    assert hs.losses.create("cosface", 4, 40_000, **both).path == "dense"
+    assert hs.losses.create("cosface", 4, 40_000, probability_floor=1e-4).path == "chunked"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

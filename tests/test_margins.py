@@ -119,6 +119,10 @@ def test_slope_and_offset_of_the_linear_function():
     assert layer(torch.zeros(1, 2, 2, 2, dtype=torch.float64)).count_nonzero() == 0
     with pytest.raises(ArgumentError, match=r"^a must be less than 0"):
         angular.Linear(a=0.5)
+    for wrong in ({"a": "x"}, {"a": -math.inf}, {"b": math.nan}, {"b": None}):
+        with pytest.raises(ArgumentError, match=r"^[ab] must be a finite number, got"):
+            angular.Linear(**wrong)
+    assert repr(angular.Linear()) == "Linear()" and repr(g) == "Linear(a=-0.4, b=0.7)"
     with pytest.raises(ArgumentError, match=r"^g must fall from 1 to -1"):
         Multiplicative(g)
 

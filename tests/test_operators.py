@@ -1,6 +1,5 @@
 """Decoupled operators as pure functions: published vectors, plain float64 formulas, and what geometry demands."""
 
-import dataclasses
 import itertools
 import math
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 import decoupled_reference as ref
 import hypersphere as hs
 from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.nn.operators import Ball, RadiusOperator, Tanh
 
 OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
 ANGULARS = ("cosine", "linear", "sigmoid", "sqcos", "relucos")
@@ -394,36 +394,58 @@ def test_slopes_of_the_divisor(name, alpha):
     assert all(bool(part.isfinite().all()) for part in op.divisor_slopes(faint, long))
 
 
-def test_operators_of_ones_own():
-    """One that defines h alone is left to autograd; one that changes h does not keep slopes of another."""
+class Root(hs.nn.Operator):
+    def magnitude(self, t, radius=1.0):
+        return t.sqrt()
 
-    @dataclasses.dataclass(frozen=True)
-    class Root(hs.nn.Operator):
-        def magnitude(self, t, radius=1.0):
-            return t.sqrt()
 
-    @dataclasses.dataclass(frozen=True)
-    class Squared(type(make("tanh"))):
-        def magnitude(self, t, radius=1.0):
-            return (t / radius).tanh().square()
+class Squared(Tanh):
+    def magnitude(self, t, radius=1.0):
+        return (t / radius).tanh().square()
 
-        def magnitude_slope(self, t, radius=1.0):
-            return 2 * (t / radius).tanh() * (1 - (t / radius).tanh().square()) / radius
 
-        def radius_slope(self, t, radius=1.0):
-            return -t / radius * self.magnitude_slope(t, radius)
+class SquaredWithSlopes(Squared):
+    def magnitude(self, t, radius=1.0):
+        return super().magnitude(t, radius)
 
-    for op in (Root(eps=0.0), Squared(eps=0.0, mean_norm=False)):
-        layer = hs.nn.DecoupledLinear(3, 2, operator=op).double()
-        x = draw(4, 3).requires_grad_()
-        leaves = [x, *layer.parameters()]
-        found = torch.autograd.grad(layer(x).square().sum(), leaves)
-        radius = getattr(layer, "radius", 1.0)
-        products = x @ (layer.weight / layer.weight.norm(dim=1, keepdim=True)).T
-        t = x.norm(dim=1, keepdim=True)
-        by_formula = products / t * op.magnitude(t, radius)
-        for a, b in zip(found, torch.autograd.grad(by_formula.square().sum(), leaves), strict=True):
-            agree(a, b)
+    def magnitude_slope(self, t, radius=1.0):
+        return 2 * (t / radius).tanh() * (1 - (t / radius).tanh().square()) / radius
+
+    def radius_slope(self, t, radius=1.0):
+        return -t / radius * self.magnitude_slope(t, radius)
+
+
+class WithoutRadiusSlope(RadiusOperator):
+    def magnitude(self, t, radius=1.0):
+        return t / (t + radius)
+
+    def magnitude_slope(self, t, radius=1.0):
+        return radius / (t + radius).square()
+
+
+class Mixin:
+    def magnitude(self, t, radius=1.0):
+        return t / (t + radius)
+
+
+class Mixed(Mixin, Ball):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Root, Squared, SquaredWithSlopes, WithoutRadiusSlope, Mixed])
+def test_operators_of_ones_own(kind):
+    """One with h alone is left to autograd, and one that changes h does not keep slopes of another."""
+    assert kind.knows_slopes == (kind is SquaredWithSlopes)
+    op = kind(eps=0.0, **({"mean_norm": False} if kind.has_radius else {}))
+    layer = hs.nn.DecoupledLinear(3, 2, operator=op).double()
+    x = draw(4, 3).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    found = torch.autograd.grad(layer(x).square().sum(), leaves)
+    products = x @ (layer.weight / layer.weight.norm(dim=1, keepdim=True)).T
+    t = x.norm(dim=1, keepdim=True)
+    by_formula = products / t * op.magnitude(t, layer.radius if kind.has_radius else 1.0)
+    for a, b in zip(found, torch.autograd.grad(by_formula.square().sum(), leaves), strict=True):
+        agree(a, b)
 
 
 def test_parts_of_a_mix_have_factors_of_their_own():

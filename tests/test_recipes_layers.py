@@ -112,13 +112,18 @@ def test_spherenet_has_no_projection_and_an_orthonormality_term():
     assert plan.project.every == 0 and plan.loss.name == "w-softmax" and plan.loss.options["g"] == "cosine"
 
 
-def test_another_operator_keeps_the_options_that_it_has():
+def test_another_operator_keeps_the_options_that_it_has(tmp_path):
     given = recipe.load("digits-dcnet").convert
     assert (given.name, given.options["angular"], given.options["mean_decay"]) == ("tanh", "sqcos", 0.95)
     seg = recipe.load("digits-dcnet", ["convert.name=seg"]).convert
     assert seg.options["angular"] == "sqcos" and seg.options["mean_decay"] == 0.95 and seg.exclude == ("embed",)
     sphere = recipe.load("digits-dcnet", ["convert.name=sphere", "convert.angular=linear"]).convert
     assert sphere.options["angular"] == "linear" and "mean_decay" not in sphere.options
+    # Other operators have another beta.
+    assert recipe.load("digits-dcnet", ["convert={name: seg, beta: 0.2}"]).convert.options["beta"] == 0.2
+    base = recipe.load("digits-dcnet", ["convert={name: seg, beta: 0.2}"]).to_yaml()
+    (tmp_path / "base.yaml").write_text(base)
+    assert recipe.load(tmp_path / "base.yaml", ["convert.name=mix"]).convert.options["beta"] == 1.0
     for name in ("foo", "[seg]"):
         with pytest.raises(hs.errors.HypersphereError, match=r"convert\.name"):
             recipe.load("digits-dcnet", [f"convert.name={name}"])

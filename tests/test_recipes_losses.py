@@ -53,7 +53,7 @@ def margin_in_degrees(head: MarginSoftmax, between: float = 90.0) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", losses)
+@pytest.mark.parametrize("loss", sorted(set(losses) - {"gan"}))  # which is for models of two players
 def test_every_loss_learns_digits_with_its_margin_in_force(loss, tmp_path, capsys):
     plan = recipe_of(loss)
     assert plan.loss.name == loss and plan.model.options["dim"] == 64 and not plan.data.hold_out

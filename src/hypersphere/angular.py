@@ -7,6 +7,7 @@ arccos wherever the function is one of the cosine itself.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,7 @@ class Cosine(Angular):
 
 
 @angulars.register("linear")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Linear(Angular):
     r"""Linear in the angle: :math:`g(\theta) = a\theta + b`, by default :math:`1 - 2\theta/\pi`.
 
@@ -111,8 +112,15 @@ class Linear(Angular):
     b: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.a < 0:
+        for name, value in (("a", self.a), ("b", self.b)):
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ArgumentError(name, f"must be a finite number, got {value!r}")
+        if self.a >= 0:
             raise ArgumentError("a", f"must be less than 0: the value falls with the angle, got {self.a}")
+
+    def __repr__(self) -> str:
+        usual = (type(self).a, type(self).b)
+        return "Linear()" if (self.a, self.b) == usual else f"Linear(a={self.a}, b={self.b})"
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Value at angles, any shape."""

@@ -627,7 +627,8 @@ def gallery_search(
     found = _gather(images)
     settings, embedder = _for_gallery(run, gallery, landmarks, None, size, device, batch_size, workers)
     calibration = _calibration(run, settings, embedder) if threshold is None else None
-    line = threshold if threshold is not None else calibration.threshold if calibration else gallery.threshold
+    kept = gallery.threshold if gallery.images in ("", settings.images(embedder)) else None
+    line = threshold if threshold is not None else calibration.threshold if calibration else kept
     if line is None:
         raise HypersphereError(
             f"there is no threshold yet that tells known from unknown people: `hypersphere verify {run} FOLDER` finds "

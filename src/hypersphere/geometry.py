@@ -156,15 +156,12 @@ class _Arccos(torch.autograd.Function):
         return grads[0] * arccos_slope(cosines)
 
 
-class _DualArccos(_Arccos):
-    """The same with a derivative in forward mode; torch.compile takes no function that has one."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    jvp = _Arccos.backward  # a number times the slope, either way
+def _arccos_by_operations(cosines: Tensor) -> Tensor:
+    """The same by torch's operations: a function with a jvp of its own has no second one, and does not compile."""
+    eps = torch.finfo(cosines.dtype).eps
+    inside = (1 - cosines) * (1 + cosines) > eps
+    pole = cosines.detach().clamp(-1, 1).arccos() - (cosines - cosines.detach()) * eps**-0.5
+    return torch.where(inside, torch.where(inside, cosines, 0.0).arccos(), pole)
 
 
 def in_forward_mode() -> bool:
@@ -206,7 +203,8 @@ def arccos(cosines: Tensor) -> Tensor:
         >>> arccos(torch.tensor([1.0, 0.0, -1.0]))
         tensor([0.0000, 1.5708, 3.1416])
     """
-    return (_DualArccos if in_forward_mode() else _Arccos).apply(at_least_float32(cosines))
+    cosines = at_least_float32(cosines)
+    return _arccos_by_operations(cosines) if in_forward_mode() else _Arccos.apply(cosines)
 
 
 def angle(x: Tensor, y: Tensor, dim: int = -1) -> Tensor:

@@ -7,6 +7,7 @@ what is allowed there and the nearest known word.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.resources
 import json
@@ -32,6 +33,7 @@ from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
 from hypersphere.models import models
 from hypersphere.nn import operators
+from hypersphere.nn.operators import RadiusOperator
 from hypersphere.orthogonal import maps
 from hypersphere.registry import Entry, Registry, UnknownNameError, did_you_mean
 
@@ -650,14 +652,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _renamed(section: dict[str, Any], name: Any, kind: str | int) -> dict[str, Any]:
     """``section`` for a part called ``name``: another part does not inherit the options of the old one.
 
-    But another operator does, where it has them, too: they mean the same for all of them.
+    But another operator does where it has them, too, if they mean the same for all of them.
     """
     if name is None or name == section.get("name"):
         return section
     parts = (Data, Convert, Adversary, Regulariser, Optimiser, Schedule)
     own = {key for part in parts for key in part.model_fields}
     if kind == "convert" and isinstance(name, str) and name in operators:
-        own |= {option.name for option in operators[name].options}
+        common = {field.name for field in dataclasses.fields(RadiusOperator)}
+        own |= common & {option.name for option in operators[name].options}
     return {key: value for key, value in section.items() if key in own}
 
 

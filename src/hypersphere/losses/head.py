@@ -202,10 +202,8 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         check_range("sample_rate", sample_rate, 0, 1, open_low=True)
         for option, value in (("label_smoothing", label_smoothing), ("probability_floor", probability_floor)):
             self._check_share(option, value)
-        if probability_floor and sample_rate < 1:
-            raise ArgumentError(
-                "probability_floor", f"needs sample_rate=1: it is one of all classes, got {sample_rate}"
-            )
+        self._all_logits = bool(probability_floor and label_smoothing)
+        self._check_floor(probability_floor, sample_rate, path)
         if sparse and sample_rate == 1:
             raise ArgumentError("sparse", "needs sample_rate below 1: with all classes the gradient is dense")
         self.dim, self.classes = dim, classes
@@ -250,6 +248,12 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             raise ArgumentError(option, f"must be at least 0 and less than 1, got {value}")
         if value and not self._rule_is_softmax():
             raise ArgumentError(option, f"has no meaning for {type(self).__name__}, which has no softmax")
+
+    def _check_floor(self, floor: float, sample_rate: float, path: str) -> None:
+        if floor and sample_rate < 1:
+            raise ArgumentError("probability_floor", f"needs sample_rate=1, all classes, got {sample_rate}")
+        if self._all_logits and path == "chunked":
+            raise ArgumentError("path", "must not be 'chunked' with probability_floor and label_smoothing together")
 
     def _takes_shares(self) -> bool:
         """Whether labels may be shares of classes."""
@@ -389,7 +393,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         if self._path != "auto":
             return self._path
         kind = self.weight.device.type
-        if compared >= CHUNKED_FROM.get(kind, CHUNKED_FROM["cuda"]):
+        if compared >= CHUNKED_FROM.get(kind, CHUNKED_FROM["cuda"]) and not self._all_logits:
             return "chunked"
         return "compiled" if kind == "cuda" and compared >= COMPILED_FROM and CAN_COMPILE else "dense"
 
@@ -525,7 +529,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             bias=bias,
             centres=self.centres,
             unit=not raw,
-            total=self.label_smoothing > 0,
+            total=self.label_smoothing > 0 and not self._all_logits,
             chunked=self.path == "chunked",
             low_precision=low,
         )
@@ -535,8 +539,9 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             target = self._target(found.own, None if self.unit_weights else found.length, scale, parameters, steps)
         target = target + self._own_bias(labels, x.dtype)
         compared, total = len(weight) // self.centres, found.total
-        if self.probability_floor and self.label_smoothing:
-            total = self._floored_total(units, scale, rule, target, labels)
+        if self._all_logits:
+            cosines = class_cosines(units, weight, self.centres, not raw)
+            total = self._floored_total(cosines, scale, rule, target, labels)
         values = self._sample_loss(found.negatives, total, target, compared) + self._penalty(x, norms, labels, valid)
         weights = valid.to(values.dtype)
         if self.class_weights is not None:
@@ -586,11 +591,10 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         return weighted.sum() / torch.where(total > 0, total, 1.0)
 
     def _floored_total(
-        self, units: Tensor, scale: Tensor, rule: tuple[Any, ...], target: Tensor, labels: Tensor
+        self, cosines: Tensor, scale: Tensor, rule: tuple[Any, ...], target: Tensor, labels: Tensor
     ) -> Tensor:
         """What stands for the sum of the other logits where probabilities have a floor: that of their logarithms."""
-        cosines = class_cosines(units, self.weight, self.centres, self.unit_weights)
-        logits = scaled(self.negatives.value(cosines, *rule), scale, self._offset(), self._bias(units.dtype))
+        logits = scaled(self.negatives.value(cosines, *rule), scale, self._offset(), self._bias(cosines.dtype))
         own = labels.unsqueeze(1)
         shares = logits.scatter(1, own, target.unsqueeze(1)).softmax(1)
         return (shares + self.probability_floor).log().scatter(1, own, 0.0).sum(1)
@@ -870,7 +874,9 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         batch = len(features)
         if labels.is_floating_point():
             if not shares:
-                raise ArgumentError("labels", f"must be classes ({batch},), got shares of shape {tuple(labels.shape)}")
+                why = " with probability_floor" if self.probability_floor else ""
+                given = f"shares of shape {tuple(labels.shape)}"
+                raise ArgumentError("labels", f"must be classes ({batch},){why}, got {given}")
             if labels.shape != (batch, self.classes):
                 expected = f"({batch},) of int64 or ({batch}, {self.classes})"
                 raise ArgumentError("labels", f"must have shape {expected}, got {tuple(labels.shape)}")

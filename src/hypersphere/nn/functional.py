@@ -134,7 +134,7 @@ def _by_hand(operator: Operator) -> bool:
     if torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active() or in_forward_mode():
         return False
     known = type(operator.g).cosine_at is not Angular.cosine_at
-    return known and operator.weighting == "none" and type(operator).magnitude_slope is not Operator.magnitude_slope
+    return known and operator.weighting == "none" and operator.knows_slopes
 
 
 def _product(x: Tensor, weight: Tensor, window: Window | None) -> Tensor:

@@ -26,6 +26,8 @@ Weighting = Literal["none", "linear", "joint", "separate"]
 
 operators: Registry[Operator] = Registry("operator")
 
+_MAGNITUDE = ("magnitude", "magnitude_slope", "radius_slope", "divisor_slopes")
+
 
 def operator(name: str | Operator, **options: Any) -> Operator:
     """Build an operator by name; an instance is passed through, with changed options where some are given.
@@ -89,6 +91,8 @@ class Operator:
     K_MIN: ClassVar[float] = 0.05
     has_radius: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
+    knows_slopes: ClassVar[bool] = False
+    """Whether the slopes of the magnitude are defined; without them layers are left to autograd."""
 
     def __post_init__(self) -> None:
         check_choice("weighting", self.weighting, ("none", "linear", "joint", "separate"))
@@ -140,9 +144,13 @@ class Operator:
         return by_norm, -divisor * (self.radius_slope(t, radius) * inverse)
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Find out which slopes belong to the magnitude: those that are not defined before it."""
         super().__init_subclass__(**options)
-        if "magnitude" in vars(cls) and "divisor_slopes" not in vars(cls):
-            cls.divisor_slopes = Operator.divisor_slopes  # type: ignore[method-assign]  # not those of another magnitude
+        age = {name: next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind)) for name in _MAGNITUDE}
+        own = {name for name in _MAGNITUDE if age[name] <= age["magnitude"]}
+        cls.knows_slopes = "magnitude_slope" in own and ("radius_slope" in own or not cls.has_radius)
+        if "divisor_slopes" not in own:
+            cls.divisor_slopes = Operator.divisor_slopes  # type: ignore[method-assign]
 
     def phi(self, x: Tensor, radius: Tensor | float = 1.0) -> Tensor:
         r"""Where the operator moves an input along its ray, :math:`h(\|x\|)\, x / \|x\|`, ``(..., D)``.
