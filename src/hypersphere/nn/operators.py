@@ -252,9 +252,11 @@ class Operator:
         return self.angle_value(products * inverse, k) * torch.where(is_zero(energy), 0.0, h)
 
     def norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms and their inverses from squared norms; 1 and 0 for the zero vector."""
-        zero = is_zero(energy)
-        t = torch.where(zero, 1.0, energy + self.eps).sqrt()
+        """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
+        zero, squared = is_zero(energy), energy + self.eps
+        if self.eps <= torch.finfo(energy.dtype).tiny:  # a larger one will do, at fewer passes in compiled layers
+            squared = torch.where(zero, 1.0, squared)
+        t = squared.sqrt()
         return t, torch.where(zero, 0.0, 1 / t)
 
     def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
