@@ -175,6 +175,15 @@ def test_angle_keeps_its_digits_next_to_the_poles(tiny):
     assert far == pytest.approx(math.pi - math.atan(tiny), abs=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_arccos_in_forward_mode_is_that_of_the_backward_pass(dtype):
+    """Poles and what rounding puts beyond them included."""
+    cosines = torch.tensor([-1.0, 1.0, -1.0001, 1.0001, 0.3, -0.7, 0.9], dtype=dtype)
+    values, tangents = torch.func.jvp(g.arccos, (cosines,), (torch.ones_like(cosines),))
+    assert torch.equal(values, g.arccos(cosines))
+    torch.testing.assert_close(tangents, g.arccos_slope(cosines))
+
+
 def test_angle_keeps_small_angles_in_float32_that_arccos_cannot_see():
     x, y = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-5])
     assert g.angle(x, y).item() == pytest.approx(1e-5, rel=1e-6)

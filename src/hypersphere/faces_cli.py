@@ -685,11 +685,11 @@ def _for_gallery(
 
 def _same_images(whose: str, kept: str, now: str) -> bool:
     """Whether images are prepared like those that something was made of, as far as is known; warns if not."""
-    if same := kept in ("", now):
-        return same
+    if kept in ("", now):
+        return True
     warning = f"[bold yellow]warning:[/] {escape(whose)} of {escape(kept)}, but here of {escape(now)}: "
     errors.print(f"{warning}scores do not compare", highlight=False)
-    return same
+    return False
 
 
 def _calibration(run: Path, settings: _Settings, embedder: Embedder) -> Calibration | None:

@@ -202,14 +202,13 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         check_range("sample_rate", sample_rate, 0, 1, open_low=True)
         for option, value in (("label_smoothing", label_smoothing), ("probability_floor", probability_floor)):
             self._check_share(option, value)
-        self._all_logits = bool(probability_floor and label_smoothing)
-        self._check_floor(probability_floor, sample_rate, path)
         if sparse and sample_rate == 1:
             raise ArgumentError("sparse", "needs sample_rate below 1: with all classes the gradient is dense")
         self.dim, self.classes = dim, classes
         self.unit_weights, self.annealer, self.gradient = unit_weights, annealer, gradient
         self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
         self.probability_floor = probability_floor
+        self._check_floor(sample_rate, path)
         self.sample_rate, self.sparse, self.validate = sample_rate, sparse, validate
         self.rotation = make_rotation(dim, rotation)
         self._path = path
@@ -249,8 +248,13 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         if value and not self._rule_is_softmax():
             raise ArgumentError(option, f"has no meaning for {type(self).__name__}, which has no softmax")
 
-    def _check_floor(self, floor: float, sample_rate: float, path: str) -> None:
-        if floor and sample_rate < 1:
+    @property
+    def _all_logits(self) -> bool:
+        """Whether the loss needs all logits at once: smoothed labels weigh every probability with its floor."""
+        return bool(self.probability_floor and self.label_smoothing)
+
+    def _check_floor(self, sample_rate: float, path: str) -> None:
+        if self.probability_floor and sample_rate < 1:
             raise ArgumentError("probability_floor", f"needs sample_rate=1, all classes, got {sample_rate}")
         if self._all_logits and path == "chunked":
             raise ArgumentError("path", "must not be 'chunked' with probability_floor and label_smoothing together")

@@ -254,7 +254,8 @@ class Operator:
     def norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
         """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
         zero, squared = is_zero(energy), energy + self.eps
-        if self.eps <= torch.finfo(energy.dtype).tiny:  # a larger one will do, at fewer passes in compiled layers
+        # A larger eps keeps it above 0 by itself, and compiled layers need fewer passes without this.
+        if self.eps <= torch.finfo(energy.dtype).tiny:
             squared = torch.where(zero, 1.0, squared)
         t = squared.sqrt()
         return t, torch.where(zero, 0.0, 1 / t)
