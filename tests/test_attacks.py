@@ -22,7 +22,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from hypersphere import cli, recipe, report
-from hypersphere.attack_cli import ATTACKED
 from hypersphere.attacks import (
     BIM,
     FGSM,
@@ -38,6 +37,7 @@ from hypersphere.attacks import (
     lengths,
     losses_of,
 )
+from hypersphere.cli.attack import ATTACKED
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness

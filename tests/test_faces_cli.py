@@ -22,7 +22,8 @@ from safetensors import safe_open
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
-from hypersphere import cli, faces_cli, recipe
+from hypersphere import cli, recipe
+from hypersphere.cli import faces as faces_cli
 from hypersphere.data.align import template
 from hypersphere.data.faces import write_landmarks
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos

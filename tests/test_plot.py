@@ -19,7 +19,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from hypersphere import cli, losses, plot, plot_cli
+from hypersphere import cli, losses, plot
+from hypersphere.cli import plot as plot_cli
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.plot import directions, heads, runs, style

@@ -415,7 +415,7 @@ def test_the_picture_has_a_line_for_every_name_and_a_band_for_seeds(tmp_path):
 def test_the_command_draws_and_says_what_is_missing(tmp_path):
     from typer.testing import CliRunner
 
-    from hypersphere.plot_cli import plot_app
+    from hypersphere.cli.plot import plot_app
 
     folder = write_energies(tmp_path / "run", "run", [[0.7], [0.6]], first=(0.5, 0.6))
     done = CliRunner().invoke(plot_app, ["energy", str(folder)])

@@ -19,11 +19,11 @@ from rich.table import Table
 
 import hypersphere
 from hypersphere import angular, data, energy, evaluate, losses, models, nn, orthogonal, recipe, report, results
-from hypersphere.attack_cli import attack_run
 from hypersphere.attacks import attacks
+from hypersphere.cli.attack import attack_run
+from hypersphere.cli.faces import COMMANDS, gallery_app
+from hypersphere.cli.plot import plot_app
 from hypersphere.errors import ArgumentError, HypersphereError
-from hypersphere.faces_cli import COMMANDS, gallery_app
-from hypersphere.plot_cli import plot_app
 from hypersphere.registry import Registry, UnknownNameError, did_you_mean
 from hypersphere.train import DivergedError, Interrupted, ProgressBar, RunFolder, Trainer, pick_device
 from hypersphere.train.distributed import world
