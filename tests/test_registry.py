@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import sys
 import typing
 from dataclasses import dataclass
 
@@ -11,7 +12,16 @@ from torch import nn
 
 import hypersphere as hs
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
-from hypersphere.registry import Entry, Option, Registry, UnknownNameError, did_you_mean, nearest
+from hypersphere.registry import (
+    Entry,
+    Option,
+    Registry,
+    UnknownNameError,
+    did_you_mean,
+    nearest,
+    registries,
+    registry_of,
+)
 
 FAMILIES = (
     hs.losses.losses,
@@ -374,3 +384,87 @@ def test_the_layers():
         assert isinstance(hs.nn.factory(name)(), kind)
     with pytest.raises(UnknownNameError, match=r"unknown layer 'conv3'\. Did you mean 'conv2d'"):
         hs.nn.factory("conv3")
+
+
+# Members that are read when they are needed.
+
+
+@pytest.fixture
+def rooms(tmp_path, monkeypatch):
+    """A package whose modules register members."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, text=""):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    yield write
+    for name in [name for name in sys.modules if name.split(".")[0] == "rooms"]:
+        del sys.modules[name]
+
+
+def member(name):
+    """A module that registers a member and looks the others up while it does."""
+    return f"""from test_registry import LAZY
+
+@LAZY.here.register('{name}')
+def make():
+    return '{name}'
+list(LAZY.here)
+"""
+
+
+class LAZY:
+    here: Registry
+
+
+def test_members_are_imported_at_the_first_look_up(rooms, monkeypatch):
+    for name in ("__init__", "one/__init__", "two/__init__", "two/extra"):
+        rooms(f"rooms/{name}.py")
+    rooms("rooms/first.py", member("first"))
+    rooms("rooms/one/parts.py", member("in-one"))
+    monkeypatch.setitem(sys.modules, "test_registry", sys.modules[__name__])
+    LAZY.here = Registry("thing", members=("rooms", "rooms.*.parts"))
+    assert "rooms" not in sys.modules and LAZY.here.entries() == ()
+    assert LAZY.here.create("first") == "first"
+    assert list(LAZY.here) == ["first", "in-one"] and "rooms.two.extra" not in sys.modules
+    assert [entry.module for entry in LAZY.here.entries()] == ["rooms.first", "rooms.one.parts"]
+
+
+@pytest.mark.parametrize("look", [len, list, lambda r: "x" in r, lambda r: r.find(Shape), lambda r: r["x"]])
+def test_an_import_that_fails_is_shown_every_time(rooms, look):
+    rooms("rooms/__init__.py")
+    rooms("rooms/broken.py", "import no_such_module_at_all\n")
+    registry = Registry("thing", members=("rooms",))
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+            look(registry)
+
+
+def test_a_name_of_an_unread_member_is_taken(rooms, monkeypatch):
+    rooms("rooms/__init__.py", member("first"))
+    monkeypatch.setitem(sys.modules, "test_registry", sys.modules[__name__])
+    LAZY.here = Registry("thing", members=("rooms",))
+    with pytest.raises(ArgumentError, match="'first' is already a registered thing"):
+        LAZY.here.register("first")(Shape)
+    assert LAZY.here.create("first") == "first"
+
+
+def test_the_registry_of_a_kind():
+    class Kind:
+        pass
+
+    registry = Registry("thing", kind=Kind)
+    assert registry_of(Kind) is registry and registry.kind is Kind and registry in registries()
+    assert registry_of(Shape) is None and registry_of(Kind | None) is None
+    with pytest.raises(ArgumentError, match=r"^kind Kind already has the registry of every thing$"):
+        Registry("other", kind=Kind)
+
+
+def test_remove(shapes):
+    shapes.remove("cap")
+    assert list(shapes) == ["great-circle"] and "polar-cap" not in shapes
+    with pytest.raises(UnknownNameError):
+        shapes.remove("cap")
+    shapes.register("cap")(Shape)

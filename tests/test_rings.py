@@ -87,6 +87,9 @@ else:
 import torch
 import hypersphere as hs
 
+assert not any(m.startswith("hypersphere.") for m in sys.modules)  # nothing before it is used
+for name in hs.__all__:
+    getattr(hs, name)
 for name in set(hs.losses.losses) - {{"gan"}}:  # which takes no labels
     loss = hs.losses.create(name, 8, 5)(torch.randn(4, 8, requires_grad=True), torch.tensor([0, 4, 2, 2]))
     loss.backward()

@@ -1,7 +1,8 @@
 """Deep learning on the hypersphere: losses, layers, regularisers and training on directions.
 
-The core (everything importable from here) needs torch and numpy only; the workbench (``hypersphere.train``,
-``hypersphere.data``, ``hypersphere.cli`` and so on) comes with ``pip install "hypersphere[workbench]"``.
+The core (everything importable from here but ``load``) needs torch and numpy only; the workbench
+(``hypersphere.train``, ``hypersphere.data``, ``hypersphere.cli`` and so on) comes with
+``pip install "hypersphere[workbench]"``. Nothing is imported before it is used.
 
 Example:
     >>> import torch, hypersphere as hs
@@ -11,23 +12,27 @@ Example:
     (torch.Size([]), torch.Size([4, 10]))
 """
 
-from hypersphere import (
-    angular,
-    attacks,
-    diagnostics,
-    energy,
-    errors,
-    geometry,
-    landscape,
-    losses,
-    margins,
-    nn,
-    optim,
-    orthogonal,
-    registry,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from hypersphere import (
+        angular,
+        attacks,
+        diagnostics,
+        energy,
+        errors,
+        geometry,
+        landscape,
+        losses,
+        margins,
+        nn,
+        optim,
+        orthogonal,
+        registry,
+    )
+
+__version__ = "0.2.0"
 
 __all__ = [
     "__version__",
@@ -45,3 +50,18 @@ __all__ = [
     "orthogonal",
     "registry",
 ]
+
+_MODULES = {*__all__, "metrics", "selection", "neurons", "testing"} - {"__version__"}
+_FUNCTIONS = {"load": "hypersphere.runs", "parameter_groups": "hypersphere.optim"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
+    if name in _MODULES:
+        return import_module(f"hypersphere.{name}")
+    raise AttributeError(f"module 'hypersphere' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_FUNCTIONS})

@@ -2,17 +2,23 @@
 
 A registry maps a name to a factory (a class or a function). The factory's signature is the list of options with
 their types and defaults, its docstring is the help: a new variant is one decorated definition, and it appears in
-``create``, in recipes and in ``hypersphere list`` by itself.
+``create``, in recipes and in ``hypersphere list`` by itself. Packages that register members are imported when a name
+is first looked up, so that a new member is a new file and nobody imports what is not needed.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar, get_type_hints
+from weakref import WeakSet, WeakValueDictionary
 
 from hypersphere.errors import ArgumentError, HypersphereError
 
@@ -71,6 +77,7 @@ class Entry(Generic[T]):
     aliases: tuple[str, ...]
     positional: tuple[str, ...]  # arguments that the caller supplies, not the user's options
     option_aliases: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""  # whose import registered it
 
     @property
     def help(self) -> str:
@@ -110,6 +117,10 @@ class Registry(Generic[T]):
         family: What the entries are called, in the singular (``"loss"``).
         positional: Names of the arguments that the calling code supplies, which are no options.
         option_aliases: Other names of options that every entry understands.
+        kind: Class that members are or return: an option annotated with it can be given by the name of a member
+            (:func:`registry_of` finds the registry).
+        members: Dotted packages whose modules register members, imported at the first look-up. A ``*`` stands for
+            every package there: ``"hypersphere.tasks.*.models"``.
 
     Example:
         >>> shapes = Registry[float]("shape")
@@ -125,13 +136,41 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self, family: str, positional: tuple[str, ...] = (), option_aliases: Mapping[str, str] | None = None
+        self,
+        family: str,
+        positional: tuple[str, ...] = (),
+        option_aliases: Mapping[str, str] | None = None,
+        *,
+        kind: type[Any] | None = None,
+        members: tuple[str, ...] = (),
     ) -> None:
         self.family = family
+        if kind is not None and kind in _BY_KIND:
+            raise ArgumentError("kind", f"{kind.__name__} already has the registry of every {_BY_KIND[kind].family}")
         self.positional = positional
         self.option_aliases = dict(option_aliases or {})
+        self.kind = kind
+        self.members = members
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
+        self._unread = list(members)
+        self._reading = False
+        _ALL.add(self)
+        if kind is not None:
+            _BY_KIND[kind] = self
+
+    def _read(self) -> None:
+        """Import what registers members, once; a look-up from inside sees what is there so far."""
+        if self._reading or not self._unread:
+            return
+        self._reading = True
+        try:
+            while self._unread:  # one whose import fails is tried again at the next look-up
+                for module in _modules(self._unread[0]):
+                    importlib.import_module(module)
+                del self._unread[0]
+        finally:
+            self._reading = False
 
     @staticmethod
     def _key(name: str) -> str:
@@ -139,6 +178,7 @@ class Registry(Generic[T]):
 
     def find(self, factory: Callable[..., Any]) -> Entry[T] | None:
         """The entry that a factory was registered as, if it was."""
+        self._read()
         return next((entry for entry in self._entries.values() if entry.factory is factory), None)
 
     def register(self, name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
@@ -146,14 +186,37 @@ class Registry(Generic[T]):
 
         def add(factory: F) -> F:
             names = [n.lower().replace("_", "-") for n in (name, *aliases)]
+            module = _importing()
+            if module.partition(".")[0] not in {package.partition(".")[0] for package in self.members}:
+                self._read()  # a name that is taken is refused here, and not when the members are read
             for word in names:
                 if self._key(word) in self._aliases:
                     raise ArgumentError("name", f"{word!r} is already a registered {self.family}")
-            self._entries[names[0]] = Entry(names[0], factory, tuple(names[1:]), self.positional, self.option_aliases)
+            self._entries[names[0]] = Entry(
+                names[0], factory, tuple(names[1:]), self.positional, self.option_aliases, module
+            )
             self._aliases.update(dict.fromkeys(map(self._key, names), names[0]))
             return factory
 
         return add
+
+    def entries(self) -> tuple[Entry[T], ...]:
+        """Members registered so far; imports nothing."""
+        return tuple(self._entries.values())
+
+    def remove(self, name: str) -> None:
+        """Take a member out, with its aliases.
+
+        Example:
+            >>> shapes = Registry[float]("shape")
+            >>> _ = shapes.register("circle", aliases=("round",))(float)
+            >>> shapes.remove("circle")
+            >>> "round" in shapes
+            False
+        """
+        entry = self[name]
+        del self._entries[entry.name]
+        self._aliases = {key: own for key, own in self._aliases.items() if own != entry.name}
 
     def __getitem__(self, name: str) -> Entry[T]:
         if name not in self:
@@ -164,12 +227,15 @@ class Registry(Generic[T]):
         return self._entries[self._aliases[self._key(name)]]
 
     def __contains__(self, name: object) -> bool:
+        self._read()
         return isinstance(name, str) and self._key(name) in self._aliases
 
     def __iter__(self) -> Iterator[str]:
+        self._read()
         return iter(sorted(self._entries))
 
     def __len__(self) -> int:
+        self._read()
         return len(self._entries)
 
     def canonical(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,10 +257,65 @@ class Registry(Generic[T]):
         return entry.factory(*args, **options)
 
 
+_ALL: WeakSet[Registry[Any]] = WeakSet()
+_BY_KIND: WeakValueDictionary[type[Any], Registry[Any]] = WeakValueDictionary()
+
+
+def registries() -> list[Registry[Any]]:
+    """Every registry of the process, by family."""
+    return sorted(_ALL, key=lambda registry: registry.family)
+
+
+def registry_of(kind: Any) -> Registry[Any] | None:
+    """The registry whose members are, or return, a ``kind``; ``None`` where there is none.
+
+    Example:
+        >>> class Shape: ...
+        >>> shapes = Registry[Shape]("shape", kind=Shape)
+        >>> registry_of(Shape) is shapes, registry_of(float)
+        (True, None)
+    """
+    return _BY_KIND.get(kind) if isinstance(kind, type) else None
+
+
+def _importing() -> str:
+    """The module whose code runs at its top level now, however many functions it went through."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _modules(package: str) -> Iterator[str]:
+    """Names of a package and of the modules right inside it; with ``a.*.b``, ``b`` of every package of ``a``."""
+    before, star, after = package.partition(".*.")
+    if star:
+        path = importlib.import_module(before).__path__
+        found = (f"{before}.{found.name}.{after}" for found in pkgutil.iter_modules(path) if found.ispkg)
+        yield from (name for name in found if find_spec(name))
+        return
+    yield package
+    path = getattr(importlib.import_module(package), "__path__", [])
+    yield from (f"{package}.{found.name}" for found in pkgutil.iter_modules(path))
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Types of a factory's arguments, each resolved in the module of the class that wrote it down."""
+    if not inspect.isclass(factory):
+        return get_type_hints(factory, include_extras=True)
+    owner = next(kind for kind in factory.__mro__ if "__init__" in vars(kind))
+    start = vars(owner)["__init__"]
+    names = set(inspect.signature(start).parameters) - {"self"}
+    # The __init__ that a dataclass writes has the annotations of inherited fields as texts, but not their modules.
+    if names <= vars(owner).get("__dataclass_fields__", {}).keys() and names:
+        return get_type_hints(owner, include_extras=True)
+    return get_type_hints(start, include_extras=True)
+
+
 def _options(factory: Callable[..., Any], hidden: tuple[str, ...]) -> tuple[Option, ...]:
     """The options in a factory's own signature."""
     target = factory.__init__ if inspect.isclass(factory) else factory
-    hints = get_type_hints(target, include_extras=True)
+    hints = _hints(factory)
     texts: dict[str, str] = {}
     # A class inherits the help of its parents' arguments, of which a dataclass takes all.
     for owner in reversed(factory.__mro__) if inspect.isclass(factory) else (factory,):
