@@ -21,7 +21,7 @@ import torch
 from layers import Entry, command_line, show, take_turns, to_rows
 from torch import Tensor
 
-from hypersphere.evaluate import search, tar_at_far
+from hypersphere.metrics import search, tar_at_far
 from hypersphere.results import ResultRow, write_rows
 from hypersphere.train.run import code_version
 

@@ -18,15 +18,12 @@ from hypersphere.evaluate import (
     METRICS,
     MISSING,
     Outputs,
-    accuracy,
-    class_centres,
-    equal_error_rate,
     evaluations,
     measure,
-    pair_scores,
     protocols,
     table,
 )
+from hypersphere.metrics import accuracy, class_centres, equal_error_rate, pair_scores
 from hypersphere.registry import UnknownNameError
 
 

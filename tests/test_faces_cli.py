@@ -28,16 +28,8 @@ from hypersphere.data.align import template
 from hypersphere.data.faces import write_landmarks
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import (
-    Calibration,
-    Gallery,
-    evaluations,
-    ijb,
-    lfw10,
-    megaface,
-    named_protocols,
-    ytf10,
-)
+from hypersphere.evaluate import Gallery, evaluations, ijb, named_protocols
+from hypersphere.metrics import Calibration, lfw10, megaface, ytf10
 from hypersphere.models import create
 from hypersphere.train import RunError, RunFolder, Trainer
 from hypersphere.train.batches import Preprocess

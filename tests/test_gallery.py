@@ -19,7 +19,7 @@ from torch import nn
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import gallery as module
 from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
-from hypersphere.evaluate.verification import calibrate
+from hypersphere.metrics.verification import calibrate
 
 
 def filled(people=4, dim=6, seed=0, **settings):

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypersphere.errors import ArgumentError, HypersphereError
-from hypersphere.evaluate import identification
-from hypersphere.evaluate.identification import (
+from hypersphere.geometry import spherical_mean
+from hypersphere.metrics import identification
+from hypersphere.metrics.identification import (
     Identification,
     Rate,
     identify,
@@ -25,7 +26,6 @@ from hypersphere.evaluate.identification import (
     score_pairs,
     search,
 )
-from hypersphere.geometry import spherical_mean
 
 
 def circle(*radians):

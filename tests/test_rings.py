@@ -11,7 +11,7 @@ import hypersphere
 ROOT = Path(hypersphere.__file__).parent
 CORE = {
     *("errors", "registry", "geometry", "angular", "margins", "losses", "energy", "nn", "orthogonal"),
-    *("optim", "diagnostics", "landscape", "attacks"),
+    *("optim", "metrics", "diagnostics", "landscape", "attacks"),
 }
 ALLOWED = {"torch", "triton", "numpy", "hypersphere"} | sys.stdlib_module_names
 

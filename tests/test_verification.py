@@ -17,11 +17,11 @@ from scipy import stats
 from sklearn.metrics import det_curve, roc_auc_score, roc_curve
 
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import verification
-from hypersphere.evaluate.folds import _few_frames, fold_accuracy, lfw10, video_similarity, ytf10
-from hypersphere.evaluate.metrics import equal_error_rate, flip_features, operating_points, pair_scores, pair_similarity
-from hypersphere.evaluate.pair_stream import PairScores
-from hypersphere.evaluate.verification import (
+from hypersphere.metrics import verification
+from hypersphere.metrics.basic import equal_error_rate, flip_features, operating_points, pair_scores, pair_similarity
+from hypersphere.metrics.folds import _few_frames, fold_accuracy, lfw10, video_similarity, ytf10
+from hypersphere.metrics.pair_stream import PairScores
+from hypersphere.metrics.verification import (
     Calibration,
     OperatingPoint,
     auc,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         landscape,
         losses,
         margins,
+        metrics,
         nn,
         optim,
         orthogonal,
@@ -45,13 +46,14 @@ __all__ = [
     "landscape",
     "losses",
     "margins",
+    "metrics",
     "nn",
     "optim",
     "orthogonal",
     "registry",
 ]
 
-_MODULES = {*__all__, "metrics", "selection", "neurons", "testing"} - {"__version__"}
+_MODULES = {*__all__, "selection", "neurons", "testing"} - {"__version__"}
 _FUNCTIONS = {"load": "hypersphere.runs", "parameter_groups": "hypersphere.optim"}
 
 

@@ -18,8 +18,9 @@ from hypersphere.data.faces import AlignedSplit, Pairs
 from hypersphere.data.folder import _SUFFIXES
 from hypersphere.data.splits import DataError, FolderSplit
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.evaluate import fingerprint, flip_features
-from hypersphere.evaluate.identification import _same
+from hypersphere.evaluate import fingerprint
+from hypersphere.metrics import flip_features
+from hypersphere.metrics.identification import _same
 from hypersphere.models import models
 from hypersphere.recipe import Recipe
 from hypersphere.train.batches import Preprocess

@@ -36,9 +36,9 @@ from hypersphere.embed import (
     photos,
 )
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
-from hypersphere.evaluate import (
+from hypersphere.evaluate import Gallery
+from hypersphere.metrics import (
     Calibration,
-    Gallery,
     Identification,
     Rate,
     Verification,
@@ -48,8 +48,8 @@ from hypersphere.evaluate import (
     score_pairs,
     verification_summary,
 )
-from hypersphere.evaluate import identify as identify_features
-from hypersphere.evaluate.identification import KINDS, Kind
+from hypersphere.metrics import identify as identify_features
+from hypersphere.metrics.identification import KINDS, Kind
 from hypersphere.report.faces import VerificationPage, write_verification
 from hypersphere.train import RunFolder, pick_device
 from hypersphere.train.run import atomic_write

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hypersphere.data import DataError
 from hypersphere.data.faces import Pairs, lfw_pairs
-from hypersphere.evaluate.folds import lfw10
-from hypersphere.evaluate.metrics import equal_error_rate, pair_similarity
 from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.metrics.basic import equal_error_rate, pair_similarity
+from hypersphere.metrics.folds import lfw10
 
 BATCH = 500
 """Faces that go through the network together."""
@@ -38,7 +38,7 @@ def lfw(
 
     Args:
         outputs: Outputs of a network of colour faces.
-        variant: How features are compared, see :func:`~hypersphere.evaluate.lfw10`.
+        variant: How features are compared, see :func:`~hypersphere.metrics.lfw10`.
         folder: Data root with the folder ``lfw`` of ``images``, ``landmarks.txt`` and ``pairs.txt``; by default it is
             looked for where the training data is.
     """

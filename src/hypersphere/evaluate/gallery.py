@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_range
-from hypersphere.evaluate.identification import MEMORY, search
-from hypersphere.evaluate.verification import Calibration
 from hypersphere.geometry import at_least_float32, normalise, spherical_mean
+from hypersphere.metrics.identification import MEMORY, search
+from hypersphere.metrics.verification import Calibration
 
 _FORMAT, _KEY = 1, "hypersphere_gallery"
 
@@ -166,7 +166,7 @@ class Gallery:
         Args:
             features: ``(N, D)``.
             k: Number of names; fewer come back from a smaller gallery.
-            memory: As in :func:`hypersphere.evaluate.search`.
+            memory: As in :func:`hypersphere.metrics.search`.
 
         Returns:
             For every feature its matches, best first; a name occurs once, with its best template. Equal scores are
@@ -205,7 +205,7 @@ class Gallery:
         Args:
             features: ``(D,)`` or ``(N, D)``.
             threshold: The best score must be greater; the gallery's own by default, -1 or less for a closed set.
-            memory: As in :func:`hypersphere.evaluate.search`.
+            memory: As in :func:`hypersphere.metrics.search`.
 
         Returns:
             A :class:`Match` for one feature, a list of them for several. Its name is None where the best score is

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from hypersphere.data import TensorSplit
 from hypersphere.errors import check_range
-from hypersphere.evaluate.metrics import accuracy
 from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.metrics.basic import accuracy
 
 
 @evaluations.register("graph")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate.folds import lfw10, ytf10
-from hypersphere.evaluate.identification import (
+from hypersphere.metrics.folds import lfw10, ytf10
+from hypersphere.metrics.identification import (
     MEMORY,
     Identification,
     Kind,
@@ -31,7 +31,7 @@ from hypersphere.evaluate.identification import (
     pool_templates,
     score_pairs,
 )
-from hypersphere.evaluate.verification import Verification, verification_summary
+from hypersphere.metrics.verification import Verification, verification_summary
 from hypersphere.registry import Registry
 
 named_protocols: Registry[Any] = Registry(
@@ -87,7 +87,7 @@ def ijb(
 ) -> TemplateResults:
     """Templates of several images, as in IJB-A, -B and -C: TAR at FAR of pairs, ranks and open-set DIR at FPIR.
 
-    A template's feature is :func:`~hypersphere.evaluate.pool_templates`: the mean over its media of the mean over the
+    A template's feature is :func:`~hypersphere.metrics.pool_templates`: the mean over its media of the mean over the
     images of a medium. Probe templates of subjects that are not in the gallery are the open set.
 
     Args:
@@ -102,9 +102,9 @@ def ijb(
         ranks: Ranks to report.
         fpirs: False positive identification rates to report.
         unit: Average directions, not features as they are.
-        kind: As in :func:`~hypersphere.evaluate.search`.
+        kind: As in :func:`~hypersphere.metrics.search`.
         samples: Draws of the bootstrap; take fewer for millions of pairs.
-        memory: As in :func:`~hypersphere.evaluate.search`.
+        memory: As in :func:`~hypersphere.metrics.search`.
 
     Example:
         >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.2], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])

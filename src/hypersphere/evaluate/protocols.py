@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hypersphere.data import Dataset
 from hypersphere.energy import hyperspherical_energy
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate.metrics import accuracy, class_centres, equal_error_rate, pair_scores
 from hypersphere.geometry import angle, angle_matrix
+from hypersphere.metrics.basic import accuracy, class_centres, equal_error_rate, pair_scores
 from hypersphere.registry import Registry
 
 MAX_PAIR_SAMPLES = 4000

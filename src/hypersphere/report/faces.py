@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from hypersphere.data.faces import Pairs
-from hypersphere.evaluate import Calibration, Verification, det, roc
+from hypersphere.metrics import Calibration, Verification, det, roc
 from hypersphere.report.figures import Figure, _layout, _legend, color, numbers
 from hypersphere.report.geometry import Floats, evenly
 from hypersphere.report.page import _plot, _section, frame, write_page

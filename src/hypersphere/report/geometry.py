@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hypersphere.evaluate import class_centres, pair_scores
 from hypersphere.geometry import angle_matrix, arccos, normalise
+from hypersphere.metrics import class_centres, pair_scores
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]

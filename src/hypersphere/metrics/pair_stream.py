@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.metrics import (
+from hypersphere.metrics.basic import (
     check_both_kinds,
     check_pairs,
     crossing_rate,
     operating_points,
 )
-from hypersphere.evaluate.verification import (
+from hypersphere.metrics.verification import (
     OperatingPoint,
     Roc,
     _area,
@@ -43,7 +43,7 @@ class PairScores:
         capacity: Most genuine scores, and most impostor scores, that are kept.
 
     Example:
-        >>> from hypersphere.evaluate import tar_at_far
+        >>> from hypersphere.metrics import tar_at_far
         >>> scores, same = torch.linspace(0, 1, 1000), torch.arange(1000) % 4 == 0
         >>> found = PairScores(capacity=300)
         >>> for part in range(0, 1000, 100):
@@ -114,7 +114,7 @@ class PairScores:
         """An empty one that counts impostors between these genuine scores; feed it the same chunks again.
 
         Example:
-            >>> from hypersphere.evaluate import auc
+            >>> from hypersphere.metrics import auc
             >>> scores, same = torch.linspace(0, 1, 1000), torch.arange(1000) % 250 == 0
             >>> first = PairScores(capacity=10)
             >>> first.update(scores, same)
@@ -166,7 +166,7 @@ class PairScores:
         return float(_area(false_accepts, true_accepts))
 
     def equal_error_rate(self) -> float:
-        """As :func:`~hypersphere.evaluate.metrics.equal_error_rate` of all scores."""
+        """As :func:`~hypersphere.metrics.basic.equal_error_rate` of all scores."""
         curve = self.roc()
         return float(crossing_rate(curve.far, curve.tar))
 

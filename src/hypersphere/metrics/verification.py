@@ -2,7 +2,7 @@ r"""Verification: are two samples of one identity? Exact numbers from scores, wi
 
 Rules that hold for every function here:
 
-* A score is higher the more alike a pair is (see :func:`~hypersphere.evaluate.metrics.pair_similarity`). Pairs of one
+* A score is higher the more alike a pair is (see :func:`~hypersphere.metrics.basic.pair_similarity`). Pairs of one
   identity are *genuine*, the others *impostors*. TAR is the share of genuine pairs that are accepted, FAR the share of
   impostors.
 * A threshold accepts scores strictly **above** it. Curves, as usual, have a point for every distinct score, at which
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.metrics import (
+from hypersphere.metrics.basic import (
     check_both_kinds,
     check_pairs,
     crossing_rate,

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
-from hypersphere.evaluate.verification import wilson_interval
 from hypersphere.geometry import arccos, at_least_float32, full_precision, normalise
+from hypersphere.metrics.verification import wilson_interval
 
 Kind = Literal["cosine", "angle", "euclidean"]
 KINDS: tuple[str, ...] = ("cosine", "angle", "euclidean")

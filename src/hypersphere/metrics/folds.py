@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.evaluate.metrics import (
+from hypersphere.geometry import normalise
+from hypersphere.metrics.basic import (
     check_both_kinds,
     check_pairs,
     flip_features,
     operating_points,
 )
-from hypersphere.evaluate.verification import (
+from hypersphere.metrics.verification import (
     Verification,
     _check_level,
     _student_quantile,
     wilson_interval,
 )
-from hypersphere.geometry import normalise
 
 
 def _check_folds(folds: Tensor, pairs: int) -> int:

@@ -1,0 +1,76 @@
+"""Metrics as pure functions of features, scores and labels: verification, identification, accuracy by folds.
+
+Example:
+    >>> import torch
+    >>> equal_error_rate(torch.tensor([0.9, 0.2, 0.8, 0.1]), torch.tensor([True, True, False, False]))
+    0.5
+"""
+
+from hypersphere.metrics.basic import (
+    accuracy,
+    class_centres,
+    equal_error_rate,
+    flip_features,
+    pair_scores,
+    pair_similarity,
+)
+from hypersphere.metrics.folds import fold_accuracy, lfw10, video_similarity, ytf10
+from hypersphere.metrics.identification import (
+    Identification,
+    Rate,
+    identify,
+    megaface,
+    pool_templates,
+    score_pairs,
+    search,
+)
+from hypersphere.metrics.pair_stream import PairScores
+from hypersphere.metrics.verification import (
+    Calibration,
+    Det,
+    OperatingPoint,
+    Roc,
+    Verification,
+    auc,
+    calibrate,
+    det,
+    rates_at,
+    roc,
+    tar_at_far,
+    verification_summary,
+    wilson_interval,
+)
+
+__all__ = [
+    "Calibration",
+    "Det",
+    "Identification",
+    "OperatingPoint",
+    "PairScores",
+    "Rate",
+    "Roc",
+    "Verification",
+    "accuracy",
+    "auc",
+    "calibrate",
+    "class_centres",
+    "det",
+    "equal_error_rate",
+    "flip_features",
+    "fold_accuracy",
+    "identify",
+    "lfw10",
+    "megaface",
+    "pair_scores",
+    "pair_similarity",
+    "pool_templates",
+    "rates_at",
+    "roc",
+    "score_pairs",
+    "search",
+    "tar_at_far",
+    "verification_summary",
+    "video_similarity",
+    "wilson_interval",
+    "ytf10",
+]
