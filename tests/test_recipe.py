@@ -15,6 +15,7 @@ from hypersphere.losses import LambdaAnnealer, losses
 from hypersphere.models import models
 from hypersphere.nn import operators
 from hypersphere.recipe import RecipeError
+from hypersphere.recipe.text import Loader
 
 
 @pytest.fixture
@@ -509,9 +510,9 @@ def test_numbers_with_exponents_are_numbers(write, text, value):
 
 
 def test_exponents_are_read_as_floats_by_the_loader_itself():
-    assert yaml.load("1e-3", Loader=recipe._Loader) == 0.001
-    assert yaml.load("e-3", Loader=recipe._Loader) == "e-3"
-    assert yaml.load("12", Loader=recipe._Loader) == 12
+    assert yaml.load("1e-3", Loader=Loader) == 0.001
+    assert yaml.load("e-3", Loader=Loader) == "e-3"
+    assert yaml.load("12", Loader=Loader) == 12
 
 
 # ------------------------------------------------------------------------------------------ the whole recipe
@@ -626,7 +627,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_hash_is_that_of_recorded_results(name):
-    """A key that is new must leave the hash alone where it changes nothing: add it to ``recipe._LATER``."""
+    """A key that is new must leave the hash alone where it changes nothing: add it to ``recipe.hash``."""
     assert recipe.load(name).hash == RECORDED[name]
 
 

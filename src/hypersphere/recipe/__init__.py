@@ -1,0 +1,25 @@
+"""Recipes: everything that determines a run, as YAML checked before anything is built.
+
+A recipe names its parts (data set, model, loss, regularisers) by their registry names; the options of each part are
+checked against the signature of what the name stands for. Every mistake is reported with the line it stands on,
+what is allowed there and the nearest known word.
+"""
+
+from hypersphere.recipe.explain import RecipeError
+from hypersphere.recipe.read import embedded, load
+from hypersphere.recipe.resolve import check
+from hypersphere.recipe.schema import Augment, Optimiser, Part, Recipe, Rule, Schedule, settings
+
+__all__ = [
+    "Augment",
+    "Optimiser",
+    "Part",
+    "Recipe",
+    "RecipeError",
+    "Rule",
+    "Schedule",
+    "check",
+    "embedded",
+    "load",
+    "settings",
+]

@@ -1,0 +1,172 @@
+"""Recipes from files and names: inheritance, overrides, and the line of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hypersphere.nn import operators
+from hypersphere.nn.operators import RadiusOperator
+from hypersphere.recipe.explain import Location, RecipeError
+from hypersphere.recipe.resolve import check
+from hypersphere.recipe.schema import Adversary, Convert, Data, Optimiser, Recipe, Regulariser, Schedule
+from hypersphere.recipe.text import Loader, key_of
+from hypersphere.registry import did_you_mean
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name (``hypersphere list recipes``) or from a file and apply ``key=value`` overrides.
+
+    A file may start from another recipe with ``base: NAME_OR_PATH``.
+
+    Args:
+        source: Name of an embedded recipe or path of a YAML file.
+        overrides: Strings like ``"loss.m=0.3"`` or ``"data.augment.flip=true"``; values are YAML.
+
+    Example:
+        >>> load("digits-arcface", ["loss.m=0.3"]).loss.options["m"]
+        0.3
+    """
+    content, places = _read(source, ())
+    for override in overrides:
+        _apply(override, content, places)
+    return check(content, places)
+
+
+def embedded() -> dict[str, str]:
+    """Names of the recipes that come with the package, with their help."""
+    folder = importlib.resources.files("hypersphere.recipes")
+    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    return {name: load(name).help for name in names}
+
+
+def _read(source: str | Path, seen: tuple[str, ...], where: str = "") -> tuple[dict[str, Any], dict[Location, str]]:
+    """Content and places of a recipe file merged over its base; ``where`` is the place that names the file."""
+    title, text = _find(source, where)
+    if title in seen:
+        raise RecipeError(f"{title}: recipes inherit in a circle: {' -> '.join((*seen, title))}")
+    try:
+        node = yaml.compose(text, Loader=Loader)
+        content = {} if node is None else yaml.load(text, Loader=Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{title}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"{title}: a recipe is a mapping of keys to values, got {type(content).__name__}")
+    places = dict(_lines(node, (), title)) if node else {}
+    base = content.pop("base", None)
+    if base is None:
+        return content, places
+    relative = Path(os.path.normpath(Path(source).parent / str(base)))
+    where = f"{places['base',]}: base: "
+    parent, parent_places = _read(relative if relative.is_file() else str(base), (*seen, title), where)
+    return _merge(parent, content), parent_places | places
+
+
+def _find(source: str | Path, where: str) -> tuple[str, str]:
+    """Title and text of a recipe."""
+    path = Path(source)
+    if path.is_file():
+        try:
+            return str(path), path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{where}{path} cannot be read as text: {error}") from error
+    resource = importlib.resources.files("hypersphere.recipes") / f"{source}.yaml"
+    if path.name == str(source) and resource.is_file():
+        return f"recipe {source}", resource.read_text(encoding="utf-8")
+    folder = importlib.resources.files("hypersphere.recipes")
+    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    hint = did_you_mean(str(source), names)
+    raise RecipeError(f"{where}no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(names)}")
+
+
+def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Location, str]]:
+    """The line of every key; a key given twice is an error, which YAML would let pass."""
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[Hashable, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            place = (*location, key_of(key.value))
+            if key.value in seen:
+                path = ".".join(map(str, place))
+                raise RecipeError(f"{title}, line {line}: {path} is given twice, first on line {seen[key.value]}")
+            seen[key.value] = line
+            yield place, f"{title}, line {line}"
+            yield from _lines(value, place, title)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*location, index), f"{title}, line {value.start_mark.line + 1}"
+            yield from _lines(value, (*location, index), title)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` on top of ``base``, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merge(_renamed(old, value.get("name"), key), value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _renamed(section: dict[str, Any], name: Any, kind: str | int) -> dict[str, Any]:
+    """``section`` for a part called ``name``: another part does not inherit the options of the old one.
+
+    But another operator does where it has them, too, if they mean the same for all of them.
+    """
+    if name is None or name == section.get("name"):
+        return section
+    parts = (Data, Convert, Adversary, Regulariser, Optimiser, Schedule)
+    own = {key for part in parts for key in part.model_fields}
+    if kind == "convert" and isinstance(name, str) and name in operators:
+        common = {field.name for field in dataclasses.fields(RadiusOperator)}
+        own |= common & {option.name for option in operators[name].options}
+    return {key: value for key, value in section.items() if key in own}
+
+
+def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) -> None:
+    """Put one ``key.key=value`` into the content."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise RecipeError(f"override {override!r}: write key=value, for example loss.m=0.3")
+    try:
+        value = yaml.load(text, Loader=Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: {getattr(error, 'problem', error)}") from None
+    keys: tuple[Any, ...] = tuple(map(key_of, path.split(".")))
+    target: Any = content
+    for depth, key in enumerate(keys):
+        above = ".".join(map(str, keys[:depth]))
+        if not isinstance(target, dict | list):
+            raise RecipeError(f"override {override!r}: {above} is a value, not a section")
+        if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
+            raise RecipeError(f"override {override!r}: {above} is a list of {len(target)}, got the index {key!r}")
+        if depth < len(keys) - 1:
+            if isinstance(target, dict) and target.get(key) is None:
+                target[key] = {}  # a section that is not there, or off
+            target = target[key]
+    last = keys[-1]
+    if last == "name" and len(keys) > 1 and isinstance(target, dict):
+        # What another override gave stays, whichever of the two comes first.
+        given = {place[len(keys) - 1] for place, text in places.items() if _under(place, keys[:-1], text)}
+        kept = _renamed(target, value, keys[-2]) | {key: old for key, old in target.items() if key in given}
+        target.clear()
+        target.update(kept)
+    target[last] = value
+    for place in [place for place in places if place[: len(keys)] == keys]:
+        del places[place]
+    places[keys] = f"override {override!r}"
+
+
+def _under(place: Location, section: Location, text: str) -> bool:
+    """Whether ``place`` is a key of ``section`` that an override gave."""
+    return len(place) > len(section) and place[: len(section)] == section and text.startswith("override ")

@@ -1,0 +1,28 @@
+"""Recipes as YAML text."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number, as people mean it."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes the texts that the loader would read as numbers."""
+
+
+for _class in (Loader, Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)$"),
+        list("-+0123456789."),
+    )
+
+
+def key_of(text: str) -> str | int:
+    """A key of a section, or an index of a list."""
+    return int(text) if text.isdecimal() else text
