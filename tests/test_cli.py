@@ -176,7 +176,7 @@ def test_data_in_an_empty_root_says_where_to_get_the_sets(tmp_path, start):
     assert done.code == 0 and done.err == ""
     assert re.search(r"digits +embedded", text)
     assert {"cifar10", "cifar100", "mnist", "fashion-mnist"} <= set(sources)
-    for source in sources.values():
+    for source in (source for source in sources.values() if source.layouts):
         assert f"{source.name} missing how to get it: hypersphere data {source.name}" in text
         details = words(start("data", source.name, "--data-root", tmp_path).out)
         assert f"{source.name} missing {source.name} was not found" in details

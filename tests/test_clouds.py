@@ -19,16 +19,18 @@ from torch import nn
 
 from hypersphere import energy, orthogonal, recipe
 from hypersphere.data import DataError, Dataset, TensorSplit, data_roots, inventory, load
-from hypersphere.data.clouds import SHAPES, change_clouds, unit_ball
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import Outputs, chosen_clouds, measure, point_contributions
+from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import losses
 from hypersphere.models import create
-from hypersphere.models.clouds import TNet, ball_query, farthest_points, orthogonality, squared_distances
 from hypersphere.recipe import Augment
-from hypersphere.report.cloud_figures import cloud_pictures, project, strength
 from hypersphere.report.runs import load_run
-from hypersphere.report.tasks import pictures
+from hypersphere.report.sections import sections
+from hypersphere.tasks.clouds.augmentations import change_clouds
+from hypersphere.tasks.clouds.data import SHAPES, unit_ball
+from hypersphere.tasks.clouds.evaluation import chosen_clouds, point_contributions
+from hypersphere.tasks.clouds.figures import cloud_pictures, project, strength
+from hypersphere.tasks.clouds.models import TNet, ball_query, farthest_points, orthogonality, squared_distances
 from hypersphere.train import RunFolder, Trainer
 from hypersphere.train.batches import Preprocess
 
@@ -686,7 +688,7 @@ def test_recipes_train_and_leave_clouds_for_the_report(tmp_path, name, more, ter
     if "transform" in terms:  # the identity before the first step, and no more behind it
         assert rows[0]["transform"] < 1e-6 < rows[-1]["transform"]
     assert 0 <= metrics["class_accuracy"] <= 1
-    drawn = pictures(load_run(tmp_path / "run").artefacts)["clouds"]
+    drawn = sections(load_run(tmp_path / "run").artefacts)["clouds"].pictures
     assert len(drawn) == 1 and len(drawn[0].figure["data"][0]["x"]) == 12 * 24
 
 

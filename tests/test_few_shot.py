@@ -22,22 +22,15 @@ from torch import nn
 
 from hypersphere import losses, recipe
 from hypersphere.data import DataError, FolderSplit, TensorSplit, inventory, load
-from hypersphere.data import few_shot as data_module
-from hypersphere.data.few_shot import FewShotDataset, divide
 from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import (
-    METRICS,
-    EpisodeClassifiers,
-    Outputs,
-    classify,
-    mean_and_interval,
-    measure,
-    sample_episodes,
-)
-from hypersphere.evaluate import few_shot as module
-from hypersphere.report.few_shot_figures import accuracy_by_shots, few_shot_figures
-from hypersphere.report.tasks import pictures
+from hypersphere.evaluate import METRICS, Outputs, measure
+from hypersphere.report.sections import sections
+from hypersphere.tasks.few_shot import data as data_module
+from hypersphere.tasks.few_shot import evaluation as module
+from hypersphere.tasks.few_shot.data import FewShotDataset, divide
+from hypersphere.tasks.few_shot.evaluation import EpisodeClassifiers, classify, mean_and_interval, sample_episodes
+from hypersphere.tasks.few_shot.figures import accuracy_by_shots, few_shot_figures
 from hypersphere.train.run import RunFolder
 from hypersphere.train.trainer import Trainer
 
@@ -469,7 +462,7 @@ def test_the_curve_has_intervals_and_a_line_for_each_classifier():
 def test_the_picture_of_an_episode_shows_its_images_and_which_are_wrong():
     artefacts, _, _ = shown()
     arrays = {name: value.numpy() for name, value in artefacts.items()}
-    drawn = pictures(arrays)["few-shot"]
+    drawn = sections(arrays)["few-shot"].pictures
     assert [picture.title for picture in drawn] == ["accuracy by shots", "episode 1", "episode 2"]
     json.dumps([picture.figure for picture in drawn])  # a page can hold it
     support, query, prediction = (arrays[f"few-shot/episodes/{name}"] for name in ("support", "query", "prediction"))

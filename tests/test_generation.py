@@ -24,20 +24,14 @@ from hypersphere import recipe, report
 from hypersphere.data import DataError, load
 from hypersphere.energy import DiscriminatorMHE, energies, hyperspherical_energy, select
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import (
-    Outputs,
-    class_balance,
-    evaluations,
-    feature_distance,
-    frechet_distance,
-    generation,
-    generation_score,
-    measure,
-)
+from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.losses import GANLoss, losses
-from hypersphere.models import create, gans, models
-from hypersphere.report import sample_figures
-from hypersphere.report.tasks import pictures
+from hypersphere.models import create, models
+from hypersphere.report.sections import sections
+from hypersphere.tasks.generation import evaluation as generation
+from hypersphere.tasks.generation import figures as sample_figures
+from hypersphere.tasks.generation import models as gans
+from hypersphere.tasks.generation.evaluation import class_balance, feature_distance, frechet_distance, generation_score
 from hypersphere.train import RunFolder, Trainer
 from hypersphere.train.run import RunError
 
@@ -569,7 +563,7 @@ def test_pictures_of_a_run():
         "samples/progress": np.stack([np.full((10, 1, 8, 8), v, np.uint8) for v in (200, 100)]),
         "samples/classes": np.array([0.25, 0.75]),
     }
-    found = {picture.title: picture for picture in pictures(artefacts)["samples"]}
+    found = {picture.title: picture for picture in sections(artefacts)["samples"].pictures}
     assert list(found) == ["generated images", "test images", "over training", "classes"]
     assert found["over training"].figure["layout"]["yaxis"]["ticktext"] == ["10", "20"]
     assert found["classes"].figure["data"][0]["y"] == [25.0, 75.0]

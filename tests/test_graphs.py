@@ -22,14 +22,15 @@ import hypersphere as hs
 from hypersphere import orthogonal
 from hypersphere.data import DataError, inventory, load
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import early_stop, evaluations, measure
+from hypersphere.evaluate import evaluations, measure
 from hypersphere.evaluate.protocols import Outputs
 from hypersphere.losses import create as create_loss
 from hypersphere.models import create
-from hypersphere.models.graphs import GCN, normalised_adjacency, propagate
 from hypersphere.recipe import load as load_recipe
 from hypersphere.report import build
-from hypersphere.report.graph_figures import embedding
+from hypersphere.tasks.graphs.evaluation import early_stop
+from hypersphere.tasks.graphs.figures import embedding
+from hypersphere.tasks.graphs.models import GCN, normalised_adjacency, propagate
 from hypersphere.train import RunFolder, Trainer
 from hypersphere.train.optimiser import parameter_groups
 

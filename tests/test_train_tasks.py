@@ -17,7 +17,7 @@ from hypersphere.evaluate.protocols import Outputs, measure
 from hypersphere.models import models
 from hypersphere.nn import convert, operators
 from hypersphere.recipe import Augment, Optimiser, RecipeError, Rule
-from hypersphere.report import tasks
+from hypersphere.report.sections import Picture, Section, figures
 from hypersphere.train import RunError, RunFolder, Trainer
 from hypersphere.train.batches import Preprocess
 from hypersphere.train.optimiser import parameter_groups
@@ -55,13 +55,10 @@ def rows(root: Path | None = None) -> Dataset:
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    for registry, name, factory in ((models, "lookup", Lookup), (datasets, "rows", rows)):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-        monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
-        registry.register(name)(factory)
-    monkeypatch.setattr(evaluations, "_entries", dict(evaluations._entries))
-    monkeypatch.setattr(evaluations, "_aliases", dict(evaluations._aliases))
+def registered():
+    before = {registry: set(registry) for registry in (models, datasets, evaluations, figures)}
+    models.register("lookup")(Lookup)
+    datasets.register("rows")(rows)
 
     @evaluations.register("reach")
     def reach(outputs, *, factor: float = 1.0):
@@ -73,15 +70,15 @@ def registered(monkeypatch):
         outputs.artefacts["reach/scores"] = outputs.logits
         return {"reach": factor * float(outputs.logits.max())}
 
-    monkeypatch.setitem(
-        tasks.FIGURES,
-        "reach",
-        (
-            "Reach",
-            "How far.",
-            lambda own: [tasks.Picture("Scores", {"data": [], "layout": {}}, str(own["scores"].shape))],
-        ),
-    )
+    @figures.register("reach")
+    def draw(artefacts):
+        picture = Picture("Scores", {"data": [], "layout": {}}, str(artefacts["scores"].shape))
+        return Section("Reach", "How far.", [picture])
+
+    yield
+    for registry, names in before.items():
+        for name in set(registry) - names:
+            registry.remove(name)
 
 
 SETTINGS = [

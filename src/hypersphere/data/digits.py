@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hypersphere.data.sources import datasets
+from hypersphere.data.sources import Source, datasets, sources
 from hypersphere.data.splits import Dataset, TensorSplit, optional_module, stratified_split
+
+sources["digits"] = Source("digits", "comes with scikit-learn", ())
 
 
 @datasets.register("digits")

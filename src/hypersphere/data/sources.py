@@ -21,7 +21,7 @@ from hypersphere.registry import Registry
 ROOT_VARIABLE = "HYPERSPHERE_DATA"
 
 #: Every data set by name; a factory takes the data root (or ``None``) and its own options.
-datasets: Registry[Dataset] = Registry("dataset", positional=("root",))
+datasets: Registry[Dataset] = Registry("dataset", positional=("root",), members=("hypersphere.tasks.*.data",))
 
 
 def load(
@@ -158,12 +158,12 @@ def _md5(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A published data set that users put on their disk themselves.
+    """Where a data set comes from: a published one that users put on their disk themselves, or one without files.
 
     Args:
         name: Its name in the registry.
         home: Address of its official page.
-        layouts: The forms in which it is read, the preferred one first.
+        layouts: The forms in which it is read, the preferred one first; none: it needs no files, and ``home`` says why.
         contents: Reads it below a data root and says what is there; by default as the data set of that name.
     """
 
@@ -227,15 +227,14 @@ def inventory(root: Path | None, *, verify: bool) -> list[Status]:
         >>> [(row.name, row.state) for row in inventory(Path("nowhere"), verify=False)][:2]
         [('celeba-subset', 'missing'), ('cifar10', 'missing')]
     """
-    rows = [
-        Status("digits", "embedded", None, "comes with scikit-learn"),
-        Status("shapes", "embedded", None, "drawn from a seed"),
-    ]
-    rows += [_status(source, root, verify=verify) for source in sources.values()]
+    len(datasets)  # reads all of its members, which bring their sources along
+    rows = [_status(source, root, verify=verify) for source in sources.values()]
     return sorted(rows, key=lambda row: row.name)
 
 
 def _status(source: Source, root: Path | None, *, verify: bool) -> Status:
+    if not source.layouts:
+        return Status(source.name, "embedded", None, source.home)
     try:
         folder, layout = source.find(root)
     except DataError as error:

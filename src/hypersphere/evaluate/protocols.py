@@ -189,7 +189,9 @@ METRICS: dict[str, Metric] = {
 }
 MISSING = "—"
 
-evaluations: Registry[dict[str, float]] = Registry("evaluation", positional=("outputs",))
+evaluations: Registry[dict[str, float]] = Registry(
+    "evaluation", positional=("outputs",), members=("hypersphere.tasks.*.evaluation",)
+)
 
 
 @evaluations.register("classification")

@@ -27,7 +27,7 @@ Layer = str | LayerFactory
 Shape = tuple[int, int, int]
 Init = Literal["conv", "he", "xavier", "normal", "sphereface"]
 
-models: Registry[nn.Module] = Registry("model", positional=("shape",))
+models: Registry[nn.Module] = Registry("model", positional=("shape",), members=("hypersphere.tasks.*.models",))
 
 
 def create(name: str, shape: Shape, **options: Any) -> nn.Module:

@@ -12,13 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hypersphere.report import (  # noqa: F401 - registers its pictures
-    attacks_figures,
-    cloud_figures,
-    few_shot_figures,
-    graph_figures,
-    sample_figures,
-)
 from hypersphere.report.page import render, write_page
 from hypersphere.report.runs import ReportError, load_run
 

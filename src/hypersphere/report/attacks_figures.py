@@ -11,7 +11,7 @@ from hypersphere.evaluate.robustness import CHECKS, explain
 from hypersphere.report import geometry
 from hypersphere.report.figures import FRAME, Figure, _coordinates, _layout, _legend, color, numbers, text
 from hypersphere.report.geometry import Floats
-from hypersphere.report.tasks import FIGURES, Picture
+from hypersphere.report.sections import Picture, Section, figures
 
 SIDE = 64
 """About the side of an image in a picture, in pixels of its own."""
@@ -220,9 +220,12 @@ def _deepfool(found: Mapping[str, Any]) -> Picture:
     return Picture("smallest changes that fool", {"data": traces, "layout": layout}, caption, "curve")
 
 
-FIGURES["attacks"] = (
-    "Attacks",
-    "How the model stands up to images that were changed on purpose, and whether what attacks by gradient say can be "
-    "believed: a model can lead gradients astray and look robust.",
-    attack_pictures,
-)
+@figures.register("attacks")
+def section(artefacts: Mapping[str, Any]) -> Section:
+    """Attacks."""
+    return Section(
+        "Attacks",
+        "How the model stands up to images that were changed on purpose, and whether what attacks by gradient say can "
+        "be believed: a model can lead gradients astray and look robust.",
+        attack_pictures(artefacts),
+    )

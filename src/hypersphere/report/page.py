@@ -17,7 +17,7 @@ from hypersphere.evaluate import MISSING, columns, table
 from hypersphere.report import figures
 from hypersphere.report.figures import Figure
 from hypersphere.report.runs import Features, Run
-from hypersphere.report.tasks import FIGURES, pictures
+from hypersphere.report.sections import sections
 
 LOSS_MEANING = "The loss that the classifier was trained with."
 
@@ -252,15 +252,16 @@ def _energies(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure
 
 
 def _tasks(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
-    drawn = [pictures(run.artefacts) for run in runs]
+    drawn = [sections(run.artefacts) for run in runs]
     content = ""
-    for prefix, (title, text, _) in FIGURES.items():
+    for key, shown in sorted({key: section for found in drawn for key, section in found.items()}.items()):
         boxes = "".join(
             _plot(plots, picture.figure, picture.kind, f"{name}: {picture.title}", picture.caption)
             for name, found in zip(names, drawn, strict=True)
-            for picture in found.get(prefix, ())
+            if key in found
+            for picture in found[key].pictures
         )
-        content += _section(prefix, title, text, f'<div class="grid">{boxes}</div>') if boxes else ""
+        content += _section(key, shown.title, shown.text, f'<div class="grid">{boxes}</div>') if boxes else ""
     return content
 
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
-from hypersphere.data.clouds import change_clouds
 from hypersphere.errors import ArgumentError
 from hypersphere.recipe import Augment
+from hypersphere.tasks.clouds.augmentations import change_clouds
 from hypersphere.train.distributed import World
 from hypersphere.train.randomness import derive_seed
 

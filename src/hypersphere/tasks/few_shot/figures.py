@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypersphere.report.figures import Figure, _layout, _legend, color, numbers, text
-from hypersphere.report.sample_figures import png
-from hypersphere.report.tasks import FIGURES, Artefacts, Picture
+from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 TILE = 32
 """Least side of an image in the picture, in pixels."""
@@ -116,9 +115,12 @@ def _episode(
     return Picture(f"episode {number + 1}", {"data": traces, "layout": layout}, caption)
 
 
-FIGURES["few-shot"] = (
-    "Few-shot episodes",
-    "Every episode has new classes, with a few labelled images each (shots) to make a classifier of, and queries to "
-    "test it with. The features stay as they were trained, on other classes.",
-    few_shot_figures,
-)
+@figures.register("few-shot")
+def section(artefacts: Artefacts) -> Section:
+    """Few-shot episodes."""
+    return Section(
+        "Few-shot episodes",
+        "Every episode has new classes, with a few labelled images each (shots) to make a classifier of, and queries "
+        "to test it with. The features stay as they were trained, on other classes.",
+        few_shot_figures(artefacts),
+    )

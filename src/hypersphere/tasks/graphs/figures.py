@@ -10,7 +10,7 @@ import numpy as np
 from hypersphere.report import geometry
 from hypersphere.report.figures import MAX_POINTS, Figure, _coordinates, _layout, _legend, color, text
 from hypersphere.report.geometry import Floats, Ints
-from hypersphere.report.tasks import FIGURES, Picture
+from hypersphere.report.sections import Picture, Section, figures
 
 MAX_EDGES = 6000
 
@@ -79,9 +79,12 @@ def _lines(points: Floats, edges: Ints) -> Floats:
     return np.concatenate([ends, np.full((len(ends), 1, 2), np.nan)], axis=1).reshape(-1, 2)
 
 
-FIGURES["graph"] = (
-    "Graph",
-    "Where a network puts the nodes of its graph: neighbours get similar features, and classes that cite each other "
-    "touch.",
-    embedding,
-)
+@figures.register("graph")
+def section(artefacts: Mapping[str, Any]) -> Section:
+    """Graph."""
+    return Section(
+        "Graph",
+        "Where a network puts the nodes of its graph: neighbours get similar features, and classes that cite each "
+        "other touch.",
+        embedding(artefacts),
+    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from hypersphere.report.figures import Figure, _layout, color, numbers
-from hypersphere.report.tasks import FIGURES, Artefacts, Picture
+from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 GAP = 1
 ZOOM_TO = 256
@@ -32,13 +29,6 @@ def tiles(images: Any, columns: int) -> Any:
     cells[:count, :height, :width, 3] = 255
     whole = cells.reshape(rows, columns, height + GAP, width + GAP, 4).swapaxes(1, 2)
     return whole.reshape(rows * (height + GAP), columns * (width + GAP), 4)[:-GAP, :-GAP]
-
-
-def png(pixels: Any) -> str:
-    """The address of an image ``(H, W, 4)`` as a PNG, a hundredth of the numbers that it stands for."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _image(pixels: Any) -> Figure:
@@ -110,9 +100,12 @@ def draw(artefacts: Artefacts) -> list[Picture]:
     return found
 
 
-FIGURES["samples"] = (
-    "Generated images",
-    "What the generator makes of noise, beside images of the test set. Look for images that could be of the test set, "
-    "for all of its classes, and for few that are alike.",
-    draw,
-)
+@figures.register("samples")
+def section(artefacts: Artefacts) -> Section:
+    """Generated images."""
+    return Section(
+        "Generated images",
+        "What the generator makes of noise, beside images of the test set. Look for images that could be of the test "
+        "set, for all of its classes, and for few that are alike.",
+        draw(artefacts),
+    )

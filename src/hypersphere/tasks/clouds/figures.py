@@ -8,7 +8,7 @@ import numpy as np
 
 from hypersphere.report.figures import _layout, numbers, text
 from hypersphere.report.geometry import Floats
-from hypersphere.report.tasks import FIGURES, Artefacts, Picture
+from hypersphere.report.sections import Artefacts, Picture, Section, figures
 
 COLUMNS = 6
 CELL = 2.25
@@ -80,8 +80,11 @@ def strength(values: Floats) -> Floats:
     return np.clip(values / limit, -1, 1)
 
 
-FIGURES["clouds"] = (
-    "Point clouds",
-    "Test clouds with the class that the network gives them, and which of their points led it there.",
-    cloud_pictures,
-)
+@figures.register("clouds")
+def section(artefacts: Artefacts) -> Section:
+    """Point clouds."""
+    return Section(
+        "Point clouds",
+        "Test clouds with the class that the network gives them, and which of their points led it there.",
+        cloud_pictures(artefacts),
+    )

@@ -1,0 +1,1 @@
+"""Generation of images: two players, and how good what they make is."""

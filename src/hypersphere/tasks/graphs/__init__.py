@@ -1,0 +1,1 @@
+"""Nodes of citation graphs: Cora, Citeseer and PubMed, and graph convolutional networks."""
