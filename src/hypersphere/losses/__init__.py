@@ -1,31 +1,22 @@
 """Classification heads: modules that own the class centres and turn features and labels into a loss."""
 
-from hypersphere.losses.gan import GANLoss
 from hypersphere.losses.head import MarginSize, MarginSoftmax, create, losses
-from hypersphere.losses.members import (
-    AdaFace,
-    ArcFace,
+from hypersphere.losses.members.adaptive import AdaFace, CircleLoss, CurricularFace, MagFace
+from hypersphere.losses.members.additive import ArcFace, CombinedMargin, CosFace, SubcenterArcFace
+from hypersphere.losses.members.binary import Hinge, SphereFace2
+from hypersphere.losses.members.gan import GANLoss
+from hypersphere.losses.members.multiplicative import (
     ASoftmax,
-    CircleLoss,
-    CombinedMargin,
-    CosFace,
-    CurricularFace,
     GASoftmax,
-    Hinge,
     LSoftmax,
-    MagFace,
     MSoftmax,
-    NormFace,
-    Softmax,
-    SphereFace2,
     SphereFacePlus,
     SphereFaceR,
-    SSoftmax,
-    SubcenterArcFace,
-    WSoftmax,
 )
+from hypersphere.losses.members.pairs import CenterLoss, Contrastive, TripletLoss
+from hypersphere.losses.members.plain import NormFace, Softmax, SSoftmax, WSoftmax
 from hypersphere.losses.memory import MemoryEstimate, memory_estimate
-from hypersphere.losses.pairs import CenterLoss, Contrastive, TripletLoss, circle_pairs, contrastive, triplet
+from hypersphere.losses.pairs import circle_pairs, contrastive, triplet
 from hypersphere.losses.rotation import ClassRotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
 from hypersphere.losses.theory import (

@@ -31,7 +31,10 @@ from hypersphere.margins import Margin, NoMargin
 from hypersphere.registry import Registry
 
 losses: Registry[MarginSoftmax] = Registry(
-    "loss", positional=("dim", "classes"), option_aliases={"margin": "m", "scale": "s"}
+    "loss",
+    positional=("dim", "classes"),
+    option_aliases={"margin": "m", "scale": "s"},
+    members=("hypersphere.losses.members",),
 )
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
@@ -951,6 +954,16 @@ def _compiled(head: MarginSoftmax) -> Callable[..., Tensor]:
         own = types.FunctionType(_loss.__code__.replace(), _loss.__globals__)
         _compiled_losses[head] = torch.compile(own)
     return _compiled_losses[head]
+
+
+def angular_function(g: str | Angular, k: float) -> Angular:
+    """An angular function by name, the sigmoid of steepness ``k``.
+
+    Example:
+        >>> angular_function("sigmoid", 0.5)
+        Sigmoid(k=0.5)
+    """
+    return angular.Sigmoid(k) if g == "sigmoid" else angular.create(g)
 
 
 def _levels_to_the_user() -> int:

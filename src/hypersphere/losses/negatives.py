@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import arccos, arccos_slope
+from hypersphere.margins import Parameter
 
 _known: dict[str, Negatives] = {}
 
@@ -214,6 +215,18 @@ class Riesz(Plain):
     @staticmethod
     def _least(logits: Tensor) -> float:
         return 8 * torch.finfo(logits.dtype).eps
+
+
+def as_column(value: Parameter, like: Tensor) -> Tensor:
+    """A rule's parameter as a scalar tensor or a column ``(B, 1)``.
+
+    Example:
+        >>> as_column(torch.ones(3), torch.ones(3)).shape
+        torch.Size([3, 1])
+    """
+    # Filled on the device: a copy from the host would be waited for.
+    tensor = value.detach().to(like.dtype) if isinstance(value, Tensor) else like.new_full((), value)
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
 def bend(cosines: Tensor, t: float) -> Tensor:

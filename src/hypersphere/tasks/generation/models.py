@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import full_precision
-from hypersphere.losses.gan import GANLoss
+from hypersphere.losses import GANLoss
 from hypersphere.models.networks import Shape, models
 
 WIDTHS = (64, 128, 256, 512)

@@ -1,0 +1,1 @@
+"""Losses by name, one family a file; the registry imports every file that lies here."""

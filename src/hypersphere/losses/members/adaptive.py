@@ -1,0 +1,238 @@
+"""Losses whose margin or weights follow the sample: its norm, its hardness, how far training is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hypersphere import margins
+from hypersphere.errors import ArgumentError, check_range
+from hypersphere.geometry import normalise
+from hypersphere.losses.head import MarginSize, MarginSoftmax, Steps, losses
+from hypersphere.losses.negatives import CircleNegatives, Hardened, Negatives, as_column
+from hypersphere.losses.schedules import moving_average
+from hypersphere.margins import Parameter
+
+
+@losses.register("adaface")
+class AdaFace(MarginSoftmax):
+    r"""AdaFace: the margin follows the image quality, read off the feature norm.
+
+    .. math:: \psi(\theta) = \cos(\theta - m z) - (m + m z), \quad
+        z = \mathrm{clip}\Big(h\,\frac{\|x\| - \mu}{\sigma}, -1, 1\Big)
+
+    with running mean and standard deviation of the norms. A norm at the mean gives CosFace, a low one ArcFace.
+
+    Args:
+        dim: Feature dimension D.
+        classes: Number of classes C.
+        s: Scale.
+        m: Margin.
+        h: Steepness of the quality z.
+        rate: Share of a new batch in the running statistics.
+        **options: See :class:`MarginSoftmax`.
+
+    Example:
+        >>> AdaFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
+        torch.Size([])
+    """
+
+    norm_mean: Tensor
+    norm_std: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        classes: int,
+        *,
+        s: float = 64.0,
+        m: MarginSize = 0.4,
+        h: float = 0.333,
+        rate: float = 0.01,
+        **options: Any,
+    ) -> None:
+        check_range("h", h, 0)
+        check_range("rate", rate, 0, 1)
+        self.h, self.rate = h, rate
+        super().__init__(dim, classes, s=s, m=m, psi="adaptive", **options)
+        self.register_buffer("norm_mean", torch.tensor(20.0))
+        self.register_buffer("norm_std", torch.tensor(100.0))
+
+    def _margins(
+        self, norms: Tensor, labels: Tensor | None, steps: Steps, valid: Tensor | None = None
+    ) -> dict[str, Any]:
+        found = super()._margins(norms, labels, steps, valid)
+        safe = norms.detach().clamp(1e-3, 100)
+        mean, std = self.norm_mean, self.norm_std
+        if steps is not None and norms.numel():
+            share = torch.ones_like(safe) if valid is None else valid.to(safe.dtype)
+            count = share.sum()
+            batch_mean = (share * safe).sum() / count
+            variance = (share * (safe - batch_mean).square()).sum() / (count - 1)
+            mean = moving_average(self.norm_mean, batch_mean, self.rate)
+            std = moving_average(self.norm_std, variance.sqrt(), self.rate)
+        quality = (self.h * (safe - mean) / (std + 1e-3)).clamp(-1, 1).to(norms.dtype)
+        return found | {"z": quality}
+
+    def _typical_norm(self) -> float:
+        return float(self.norm_mean)
+
+
+@losses.register("magface")
+class MagFace(MarginSoftmax):
+    r"""MagFace: an ArcFace margin that grows with the feature norm, and a pull on the norm: it becomes a quality score.
+
+    .. math:: \psi(\theta) = \cos(\theta + m(a)), \quad m(a) = l_m + \frac{u_m - l_m}{u_a - l_a} (a - l_a), \quad
+        a = \mathrm{clip}(\|x\|, l_a, u_a), \quad L \mathrel{+}= \lambda_g (1/a + a/u_a^2)
+
+    Norms outside [l_a, u_a] get no gradient from it: end the network in a batch normalisation.
+
+    Args:
+        dim: Feature dimension D.
+        classes: Number of classes C.
+        s: Scale.
+        m: Margins at the lowest and the highest norm.
+        norms: The lowest and the highest norm.
+        norm_weight: Weight of the pull on the norm; see :func:`magface_minimum_weight`.
+        beyond: Past pi, see :class:`hypersphere.margins.AdditiveAngle`; ``"easy"`` is the reference's choice.
+        **options: See :class:`MarginSoftmax`.
+
+    Example:
+        >>> MagFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        classes: int,
+        *,
+        s: float = 64.0,
+        m: tuple[float, float] = (0.45, 0.8),
+        norms: tuple[float, float] = (10.0, 110.0),
+        norm_weight: float = 35.0,
+        beyond: str = "clip",
+        **options: Any,
+    ) -> None:
+        check_range("norm_weight", norm_weight, 0)
+        if not 0 < norms[0] < norms[1]:
+            raise ArgumentError("norms", f"must be two increasing numbers above 0, got {norms}")
+        if not isinstance(m, tuple | list) or len(m) != 2 or not 0 <= m[0] <= m[1] <= math.pi:
+            raise ArgumentError("m", f"must be two numbers in [0, pi] that do not fall, got {m}")
+        self.ends, self.norms, self.norm_weight = tuple(m), tuple(norms), norm_weight
+        super().__init__(dim, classes, s=s, m=m[0], psi=margins.AdditiveAngle(beyond), **options)
+
+    def _margins(
+        self, norms: Tensor, labels: Tensor | None, steps: Steps, valid: Tensor | None = None
+    ) -> dict[str, Any]:
+        share = (norms.clamp(*self.norms) - self.norms[0]) / (self.norms[1] - self.norms[0])
+        return {"m": self.ends[0] + (self.ends[1] - self.ends[0]) * share}
+
+    def _typical_norm(self) -> float:
+        return sum(self.norms) / 2
+
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"m": self.ends}
+
+    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
+        a = norms.clamp(*self.norms)
+        return self.norm_weight * (1 / a + a / self.norms[1] ** 2)
+
+
+@losses.register("curricularface", aliases=("curricular-face",))
+class CurricularFace(MarginSoftmax):
+    r"""CurricularFace: ArcFace with hard classes weighted up as training gets better.
+
+    .. math:: \eta(\theta_j) = c_j \text{ if } c_j \le \cos(\theta_y + m), \text{ else } c_j (T + c_j)
+
+    with T the running mean of the target cosines.
+
+    Args:
+        dim: Feature dimension D.
+        classes: Number of classes C.
+        s: Scale.
+        m: Margin in radians, in [0, pi].
+        rate: Share of a new batch in T.
+        beyond: Past pi, see :class:`hypersphere.margins.AdditiveAngle`; the reference's choice by default.
+        **options: See :class:`MarginSoftmax`.
+
+    Example:
+        >>> CurricularFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
+        torch.Size([])
+    """
+
+    progress: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        classes: int,
+        *,
+        s: float = 64.0,
+        m: MarginSize = 0.5,
+        rate: float = 0.01,
+        beyond: str = "fallback",
+        **options: Any,
+    ) -> None:
+        check_range("rate", rate, 0, 1)
+        self.rate = rate
+        super().__init__(dim, classes, s=s, m=m, psi=margins.AdditiveAngle(beyond), **options)
+        self.register_buffer("progress", torch.tensor(0.0))
+
+    def _negatives(self) -> Negatives:
+        return Hardened(detach=self.gradient == "cgd")
+
+    def _own_cosines(self, units: Tensor, labels: Tensor) -> Tensor:
+        return (units * normalise(self.weight[labels].to(units.dtype))).sum(1).detach()
+
+    def _rule_parameters(
+        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        own = own.detach()
+        progress = self.progress
+        if steps is not None and own.numel():
+            share = torch.ones_like(own) if valid is None else valid.to(own.dtype)
+            progress = moving_average(self.progress, (share * own).sum() / share.sum(), self.rate)
+        threshold = margins.AdditiveAngle("raw")(own, m=_flat(parameters["m"]))
+        return as_column(threshold, own), progress.to(own.dtype)
+
+
+@losses.register("circle", aliases=("circle-loss",))
+class CircleLoss(MarginSoftmax):
+    r"""Circle loss on classes: each similarity is pulled as hard as it is far from its goal.
+
+    .. math:: f_y = s\,\alpha_p (c_y - (1 - m)),\ f_j = s\,\alpha_n (c_j - m), \quad
+        \alpha_p = [1 + m - c_y]_+,\ \alpha_n = [c_j + m]_+
+
+    with constant :math:`\alpha`. On pairs of features it is :func:`circle_pairs`.
+
+    Args:
+        dim: Feature dimension D.
+        classes: Number of classes C.
+        s: Scale, the paper's gamma.
+        m: Relaxation, in [0, 1].
+        **options: See :class:`MarginSoftmax`.
+
+    Example:
+        >>> CircleLoss(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
+        torch.Size([])
+    """
+
+    def __init__(self, dim: int, classes: int, *, s: float = 256.0, m: MarginSize = 0.25, **options: Any) -> None:
+        super().__init__(dim, classes, s=s, m=m, psi="circle", **options)
+
+    def _negatives(self) -> Negatives:
+        return CircleNegatives(detach=self.gradient == "cgd")
+
+    def _rule_parameters(
+        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return (as_column(parameters["m"], own),)
+
+
+def _flat(value: Parameter) -> Parameter:
+    """A column ``(B, 1)`` as ``(B,)``, for values that were made columns for soft labels."""
+    return value.squeeze(1) if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == 1 else value
