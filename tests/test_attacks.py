@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from hypersphere import cli, recipe, report
+from hypersphere import recipe, report
 from hypersphere.attacks import (
     BIM,
     FGSM,
@@ -38,6 +38,7 @@ from hypersphere.attacks import (
     losses_of,
 )
 from hypersphere.cli.attack import ATTACKED
+from hypersphere.cli.commands import app
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness
@@ -840,7 +841,7 @@ def test_transfer_attacks_from_another_run_on_the_command_line(runs):
     target, _, other = runs
     command = ["attack", str(target.run.path), "--source", str(other.run.path), "--eps", "0.15", "--images", "40"]
     command += ["--steps", "5", "--deepfool", "0", "--device", "cpu", "--attack", "fgsm"]
-    result = CliRunner().invoke(cli.app, [*command, "--keep"])
+    result = CliRunner().invoke(app, [*command, "--keep"])
     assert result.exit_code == 0, result.output
     kept = json.loads((target.run.path / "evaluation.json").read_text())["metrics"]
     assert f"{kept['accuracy_transfer_fgsm']:.2%}" in result.output and "another model's gradients" in result.output
@@ -878,7 +879,7 @@ def test_kept_attacks_replace_those_before_and_nothing_else(runs, tmp_path):
     tensors |= {"artefact/few-shot/curve/x": torch.ones(3), "artefact/attacks/transfer_pgd": torch.ones(2)}
     save_file(tensors, folder / "features.safetensors", {"class_names": "[]", "unseen_names": "[]"})
     command = ["attack", str(folder), "--images", "5", "--attack", "fgsm", "--no-masking", "--deepfool", "0", "--keep"]
-    result = CliRunner().invoke(cli.app, [*command, "--device", "cpu"])
+    result = CliRunner().invoke(app, [*command, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     names = set(json.loads((folder / "evaluation.json").read_text())["metrics"])
     assert {"accuracy", "accuracy_recalibrated", "accuracy_fgsm", "accuracy_natural"} <= names
@@ -887,7 +888,7 @@ def test_kept_attacks_replace_those_before_and_nothing_else(runs, tmp_path):
     assert torch.equal(after["artefact/few-shot/curve/x"], torch.ones(3))
     assert "artefact/attacks/transfer_pgd" not in after and "artefact/attacks/curve_fgsm" in after
     (folder / "evaluation.json").unlink()
-    result = CliRunner().invoke(cli.app, [*command, "--device", "nowhere"])  # told before anything is done
+    result = CliRunner().invoke(app, [*command, "--device", "nowhere"])  # told before anything is done
     assert "has no evaluation yet" in str(result.exception)
 
 
@@ -909,9 +910,7 @@ def test_every_metric_of_attacks_is_told_from_others(runs):
     ],
 )
 def test_mistakes_on_the_command_line(runs, options, message):
-    result = CliRunner().invoke(
-        cli.app, ["attack", str(runs[0].run.path), "--device", "cpu", "--images", "5", *options]
-    )
+    result = CliRunner().invoke(app, ["attack", str(runs[0].run.path), "--device", "cpu", "--images", "5", *options])
     assert result.exit_code and message in str(result.exception)
 
 

@@ -14,11 +14,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 import hypersphere
 from hypersphere import cli, recipe, results
+from hypersphere.cli import commands, names, runs
+from hypersphere.cli.commands import app
+from hypersphere.cli.terminal import console
 from hypersphere.data.sources import sources
 from hypersphere.evaluate import METRICS
 from hypersphere.train import DivergedError, Interrupted, RunFolder
@@ -39,7 +41,7 @@ class Result(NamedTuple):
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
     """Tables that do not wrap."""
-    monkeypatch.setattr(cli, "console", Console(width=600))
+    monkeypatch.setattr(console, "width", 600)
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def finished(tmp_path_factory) -> Path:
     """A finished tiny run."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     arguments = ["train", "digits-softmax", *TINY, "--folder", str(folder), "--device", "cpu"]
-    done = CliRunner().invoke(cli.app, arguments)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     return folder
 
@@ -93,7 +95,7 @@ def test_version(start):
 def test_help_names_every_command(start):
     done = start("--help")
     assert done.code == 0 and all(f" {name} " in done.out for name in [*COMMANDS, "--debug", "--version"])
-    registered = typer.main.get_command(cli.app).list_commands(None)
+    registered = typer.main.get_command(app).list_commands(None)
     assert sorted(registered) == sorted([*COMMANDS, "plot", "gallery"])  # groups: see test_plot.py, test_faces_cli.py
 
 
@@ -103,8 +105,46 @@ def test_help_of_a_command(name, start):
         done = start(name, flag)
         assert done.code == 0 and done.err == ""
         assert "Usage:" in done.out and name in done.out
-    callback = next(c for c in cli.app.registered_commands if name in (c.name, c.callback.__name__)).callback
-    assert words(callback.__doc__.split(".")[0]) in re.sub(r"[│ ]+", " ", words(done.out))
+    text = commands.COMMANDS[name][1]
+    assert words(text.split(".")[0]) in re.sub(r"[│ ]+", " ", words(done.out))
+
+
+def test_lines_of_the_help_are_those_of_the_commands():
+    group = typer.main.get_command(app)
+    for name, (_, text) in commands.COMMANDS.items():
+        assert " ".join(group.commands[name].help.split()) == text, name
+    assert "nonsense" not in group.commands and group.get_command(None, "nonsense") is None
+
+
+FIRST = """
+import resource, sys
+sys.argv = ["hypersphere", *sys.argv[1:]]
+from hypersphere.cli import main
+try:
+    main()
+except SystemExit as stopped:
+    assert not stopped.code
+heavy = {"torch", "numpy", "pydantic", "matplotlib", "sklearn", "hypersphere.recipe"} & set(sys.modules)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, *heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
+def test_the_first_second(arguments):
+    """Nothing heavy is imported; of several tries, since a busy machine takes time of everyone."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    seconds = []
+    for _ in range(5):
+        command = [sys.executable, "-c", FIRST, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        used, *heavy = done.stderr.split()
+        assert not heavy
+        seconds.append(float(used))
+        if seconds[-1] < 0.5:
+            return
+    raise AssertionError(f"{min(seconds):.2f} s of CPU time")
 
 
 def test_no_command_shows_the_help(start):
@@ -112,15 +152,15 @@ def test_no_command_shows_the_help(start):
     assert "Usage:" in done.out + done.err and "train" in done.out + done.err
 
 
-@pytest.mark.parametrize("family", cli.FAMILIES)
+@pytest.mark.parametrize("family", names.FAMILIES)
 def test_list_a_family(family, start):
     done = start("list", family)
     assert done.code == 0 and done.out.lstrip().startswith(family)
     lines = done.out.splitlines()
     # Options that a family shares are listed once, behind its members.
     shared = next((line for line in lines if line.startswith("any of these ")), "")
-    for name in cli.FAMILIES[family]:
-        entry = cli.FAMILIES[family][name]
+    for name in names.FAMILIES[family]:
+        entry = names.FAMILIES[family][name]
         row = next(line for line in lines if line.startswith(f"{name} "))
         formulas = ":math:" in entry.help or "`" in entry.help
         assert (formulas or entry.help in row) and all(alias in row for alias in entry.aliases)
@@ -134,7 +174,7 @@ def test_list_a_family(family, start):
     if family == "losses":
         assert "label_smoothing=0.0" in shared and "(but gan, triplet)" in shared and "gradient='exact'" in shared
         assert sum("label_smoothing" in line for line in lines) == 1
-    if not len(cli.FAMILIES[family]):
+    if not len(names.FAMILIES[family]):
         assert "none yet" in done.out
 
 
@@ -157,13 +197,13 @@ def test_list_recipes_and_everything(start):
         assert re.search(rf"^{re.escape(name)} +{re.escape(text)}", done.out, re.MULTILINE)
     assert "arc-softmax" not in done.out
     everything = start("list").out
-    assert all(re.search(rf"^{title}", everything, re.MULTILINE) for title in [*cli.FAMILIES, "settings", "recipes"])
+    assert all(re.search(rf"^{title}", everything, re.MULTILINE) for title in [*names.FAMILIES, "settings", "recipes"])
 
 
 def test_list_unknown_family(start):
     done = start("list", "loses")
     assert done.code == 2 and done.out == ""
-    known = ", ".join([*cli.FAMILIES, "settings", "recipes"])
+    known = ", ".join([*names.FAMILIES, "settings", "recipes"])
     assert words(done.err) == f"error: unknown family 'loses'. Did you mean 'losses'? Known: {known}"
 
 
@@ -302,7 +342,7 @@ def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
     evaluation = json.loads((run_folder / "evaluation.json").read_text())
     evaluation["metrics"]["accuracy"] = 0.9876
     (run_folder / "evaluation.json").write_text(json.dumps(evaluation))
-    cli._show_metrics([cli.RunFolder(finished), cli.RunFolder(run_folder)])
+    runs.show_metrics([RunFolder(finished), RunFolder(run_folder)])
     lines = capsys.readouterr().out.splitlines()
     assert METRICS["accuracy"].title in lines[0] and len(lines) == 3
     assert lines[1].startswith("digits-softmax ")
@@ -402,10 +442,10 @@ def test_docs(tmp_path, start):
 
 def test_many_metrics_are_shown_one_below_the_other(finished, monkeypatch, capsys):
     run = RunFolder(finished)
-    monkeypatch.setattr(cli, "console", Console(width=80))
+    monkeypatch.setattr(console, "width", 80)
     many = {"accuracy": 0.9, "eer": 0.1, "few_shot_1": 0.5, "few_shot_5": 0.7, "lfw_accuracy": 0.8, "lfw_eer": 0.25}
     monkeypatch.setattr(RunFolder, "evaluation", lambda self: {"metrics": many})
-    cli._show_metrics([run])
+    runs.show_metrics([run])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and lines[0].split() == [run.facts()["name"]]
     shown = {line.rsplit(None, 1)[0].strip(): line.split()[-1] for line in lines[1:]}

@@ -24,6 +24,7 @@ from sklearn.metrics import roc_auc_score
 
 from hypersphere import cli, recipe
 from hypersphere.cli import faces as faces_cli
+from hypersphere.cli.commands import app
 from hypersphere.data.align import template
 from hypersphere.data.faces import write_landmarks
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos
@@ -704,7 +705,7 @@ def test_the_guide_runs(own_folder, capsys):
     (own_folder / "faces.yaml").write_text(text)
     assert recipe.load(own_folder / "faces.yaml").model.name == "sfnet-20"
     commands = [line for block in blocks("docs/faces.md", "bash") for line in block.splitlines()]
-    known = typer.main.get_command(cli.app).commands
+    known = typer.main.get_command(app).commands
     for line in commands:
         program, name, *rest = line.split()
         assert program == "hypersphere" and name in known

@@ -17,7 +17,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hypersphere as hs
-from hypersphere import cli, plot, recipe
+from hypersphere import plot, recipe
+from hypersphere.cli.commands import app
 from hypersphere.errors import ArgumentError
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.plot import energy, style
@@ -375,7 +376,7 @@ def trained(tmp_path_factory):
     """A finished tiny run of real digits, with a running average of the weights."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     arguments = ["train", "digits-softmax", *TINY, "train.ema=0.5", "evaluate.energy=true", "--folder", str(folder)]
-    done = CliRunner().invoke(cli.app, [*arguments, "--device", "cpu"])
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
     assert done.exit_code == 0, done.output
     return folder
 
@@ -388,7 +389,7 @@ def opened(folder):
 
 
 def command(*arguments):
-    return CliRunner().invoke(cli.app, ["plot", *map(str, arguments)])
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
 
 
 def failure(*arguments):

@@ -19,8 +19,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from hypersphere import cli, losses, plot
+from hypersphere import losses, plot
 from hypersphere.cli import plot as plot_cli
+from hypersphere.cli.commands import app
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.plot import directions, heads, runs, style
@@ -556,13 +557,13 @@ def test_matplotlib_is_imported_when_needed_and_without_pyplot():
 def trained(tmp_path_factory):
     """A finished tiny run of real digits."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    done = CliRunner().invoke(cli.app, ["train", "digits-softmax", *TINY, "--folder", str(folder), "--device", "cpu"])
+    done = CliRunner().invoke(app, ["train", "digits-softmax", *TINY, "--folder", str(folder), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     return folder
 
 
 def command(*arguments):
-    return CliRunner().invoke(cli.app, ["plot", *map(str, arguments)])
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
 
 
 def failure(*arguments):
@@ -572,7 +573,7 @@ def failure(*arguments):
 
 
 def test_commands_are_listed():
-    assert "plot" in CliRunner().invoke(cli.app, ["--help"]).output
+    assert "plot" in CliRunner().invoke(app, ["--help"]).output
     text = command("--help").output
     assert all(f" {name} " in text for name in ("margins", "gradients", "features", "hardness", "schedule"))
 

@@ -15,7 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hypersphere as hs
-from hypersphere import cli, plot
+from hypersphere import plot
+from hypersphere.cli.commands import app
 from hypersphere.errors import ArgumentError
 from hypersphere.plot import operators, style
 from hypersphere.registry import UnknownNameError
@@ -264,7 +265,7 @@ def test_parameters_where_there_are_none():
 
 
 def command(*arguments):
-    return CliRunner().invoke(cli.app, ["plot", "operators", *map(str, arguments)])
+    return CliRunner().invoke(app, ["plot", "operators", *map(str, arguments)])
 
 
 def test_command(tmp_path, monkeypatch):

@@ -6,6 +6,9 @@ from __future__ import annotations
 class HypersphereError(Exception):
     """Base of every error that a user can cause; the command line prints these without a traceback."""
 
+    exit_code = 2
+    """What the command line ends with: 2 for wrong input, 1 for a run that failed, 128 + n for signal n."""
+
 
 class ArgumentError(HypersphereError, ValueError):
     """A bad argument.

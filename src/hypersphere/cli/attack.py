@@ -9,23 +9,22 @@ from typing import Annotated, Any
 
 import safetensors.torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from hypersphere import evaluate, recipe
+from hypersphere.cli.options import Device, Run, RunDataRoot
+from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
 from hypersphere.train import RunFolder, Trainer, pick_device
-
-console = Console()
 
 ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
 """Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""
 
 
 def attack_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    run: Run,
     attack: Annotated[
         list[str] | None, typer.Option("--attack", "-a", help="fgsm, bim, pgd or square; may be given several times")
     ] = None,
@@ -39,8 +38,8 @@ def attack_run(
     masking: Annotated[bool, typer.Option(help="check whether the accuracies can be believed")] = True,
     deepfool: Annotated[int, typer.Option(help="number of images for the smallest change that fools; 0: none")] = 200,
     keep: Annotated[bool, typer.Option("--keep", help="write the results and pictures into the run")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    data_root: Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")] = None,
+    device: Device = "auto",
+    data_root: RunDataRoot = None,
 ) -> None:
     """Attack the model of a run: accuracy under attack, and whether it can be believed."""
     folder = RunFolder.open(run)

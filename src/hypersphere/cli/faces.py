@@ -21,6 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from hypersphere.cli.options import Device
+from hypersphere.cli.terminal import console, errors
 from hypersphere.data.faces import Pairs, find_images, read_landmarks, read_pairs
 from hypersphere.data.splits import DataError
 from hypersphere.embed import (
@@ -54,9 +56,6 @@ from hypersphere.report.faces import VerificationPage, write_verification
 from hypersphere.train import RunFolder, pick_device
 from hypersphere.train.run import atomic_write
 
-console = Console()
-errors = Console(stderr=True)
-
 gallery_app = typer.Typer(
     help="Keep a file of people: add and remove them, and ask who is on an image.",
     no_args_is_help=True,
@@ -84,7 +83,6 @@ Score = Annotated[str, typer.Option(help=f"how two features are compared: {', '.
 Size = Annotated[
     str | None, typer.Option(metavar="HxW", help="size of the network's images (default: as it was trained)")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 BatchSize = Annotated[
     int | None, typer.Option(help="images that go through the network at a time (default: 8, or 256 on a GPU)")
 ]
@@ -706,7 +704,3 @@ def _calibration(run: Path, settings: _Settings, embedder: Embedder) -> Calibrat
     if own != embedder.fingerprint or found.score != "cosine":
         return None
     return found if _same_images(f"the threshold in {file} is", images, settings.images(embedder)) else None
-
-
-COMMANDS = (embed, verify, identify)
-"""What ``hypersphere`` gets of this module beside the group ``gallery``."""

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hypersphere import losses, recipe
+from hypersphere.cli.options import Device, Run, RunDataRoot
+from hypersphere.cli.terminal import errors
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice
 from hypersphere.landscape import Landscape
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax
@@ -52,8 +53,6 @@ Options = Annotated[
     typer.Option("--option", metavar="KEY=VALUE", help="option of every named loss that has it, e.g. m=0.3"),
 ]
 Norm = Annotated[float, typer.Option(help="feature norm at which losses that keep it are drawn")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-DataRoot = Annotated[Path | None, typer.Option(help="folder with the data sets (default: that of the run)")]
 
 
 @plot_app.command("margins")
@@ -113,10 +112,10 @@ def plot_features(
 
 @plot_app.command("hardness")
 def plot_hardness(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    run: Run,
     output: Output = None,
     device: Device = "auto",
-    data_root: DataRoot = None,
+    data_root: RunDataRoot = None,
 ) -> None:
     """Draw how hard the test samples of a run are, against confidence and norm, and the cosines between classes."""
     folder = RunFolder.open(run)
@@ -168,7 +167,7 @@ def plot_landscape(
     seed: Annotated[int, typer.Option(help="seed of the directions")] = 0,
     values: Annotated[Path | None, typer.Option(help="also write the numbers: .npz or .json")] = None,
     device: Device = "auto",
-    data_root: DataRoot = None,
+    data_root: RunDataRoot = None,
 ) -> None:
     """Draw loss and error of runs in random directions around their weights, all in the same scale."""
     plots = _plots()
@@ -182,7 +181,7 @@ def plot_landscape(
         BarColumn(bar_width=24),
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=errors,
         transient=True,
     )
     with bar:

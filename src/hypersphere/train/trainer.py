@@ -49,6 +49,8 @@ MIN_LOSS_SCALE = 2.0**-10
 class DivergedError(HypersphereError):
     """The loss or a gradient is no longer a number."""
 
+    exit_code = 1
+
 
 class Interrupted(HypersphereError):  # noqa: N818 (not an error of anyone's)
     """Training was asked to stop; ``signal_number`` says how."""
@@ -56,6 +58,7 @@ class Interrupted(HypersphereError):  # noqa: N818 (not an error of anyone's)
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
 
 
 def pick_device(name: str = "auto") -> torch.device:

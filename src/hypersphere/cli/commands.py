@@ -1,0 +1,126 @@
+"""The commands by name. A command's module is imported when the command is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+import hypersphere
+from hypersphere.cli.terminal import console
+
+COMMANDS = {
+    "demo": ("train:demo", "Train softmax, A-Softmax and ArcFace on handwritten digits and compare them on one page."),
+    "train": ("train:train", "Train a recipe. Started again after an interruption, it goes on where it was."),
+    "resume": ("train:resume", "Continue an interrupted run from its last checkpoint."),
+    "evaluate": ("runs:evaluate_run", "Measure the last checkpoint of a run again and show its metrics."),
+    "report": ("runs:report_runs", "Write one page that shows a run, or several side by side."),
+    "list": ("names:list_entries", "List what recipes can name, with the defaults and a line of help for each."),
+    "data": (
+        "data:list_data",
+        "List the data sets that are found, check them, and say where the missing ones come from.",
+    ),
+    "record": ("results:record", "Write the results of finished runs, averaged over seeds, as rows for the docs."),
+    "docs": ("results:docs", "Write docs/results.md and docs/benchmarks.md from the measured rows in docs/rows."),
+    "attack": (
+        "attack:attack_run",
+        "Attack the model of a run: accuracy under attack, and whether it can be believed.",
+    ),
+    "embed": ("faces:embed", "Write the features of images to a file, with their names and people."),
+    "verify": (
+        "faces:verify",
+        "Judge pairs of images, same person or not: accuracy, error rates and a calibrated threshold, with intervals.",
+    ),
+    "identify": (
+        "faces:identify",
+        "Look for probes among known people: how often the right one is first, and whether unknown people are refused.",
+    ),
+    "plot": ("plot:plot_app", "Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name."),
+    "gallery": ("faces:gallery_app", "Keep a file of people: add and remove them, and ask who is on an image."),
+}
+"""Where a command is defined, a function or a group, and the line that describes it (a test compares it)."""
+
+
+class _Loaded(MutableMapping[str, Any]):
+    """Commands that are imported when they are looked up."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            module, _, attribute = COMMANDS[name][0].partition(":")
+            self._found[name] = _build(name, getattr(import_module(f"hypersphere.cli.{module}"), attribute))
+        return self._found[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._found[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _build(name: str, target: typer.Typer | Callable[..., None]) -> Any:
+    if not isinstance(target, typer.Typer):
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(target)
+        target = alone
+    command = get_command(target)
+    command.name = name
+    return command
+
+
+class _Group(TyperGroup):
+    """All commands; its help needs none of their modules."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Loaded()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown: dict[str, Any] = {name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS.items()}
+        loaded, self.commands = self.commands, shown
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.commands = loaded
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Deep learning on the hypersphere: train, evaluate and look at what was learned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"hypersphere {hypersphere.__version__} (torch {version('torch')})", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version and stop", callback=_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
+) -> None:
+    pass

@@ -1,0 +1,60 @@
+"""The commands that look at runs: evaluate and report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from hypersphere import evaluate, report
+from hypersphere.cli.options import Device, Run, RunDataRoot, Runs
+from hypersphere.cli.terminal import console
+from hypersphere.train import RunFolder, Trainer, pick_device
+
+
+def evaluate_run(run: Run, device: Device = "auto", data_root: RunDataRoot = None) -> None:
+    """Measure the last checkpoint of a run again and show its metrics."""
+    folder = RunFolder.open(run)
+    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
+    trainer.load_weights()
+    outputs = trainer.outputs()
+    trainer.write_evaluation(outputs, trainer.metrics(outputs))
+    show_metrics([folder])
+
+
+def report_runs(
+    runs: Runs, output: Annotated[Path | None, typer.Option("--output", "-o", help="file to write")] = None
+) -> None:
+    """Write one page that shows a run, or several side by side."""
+    folders = [RunFolder.open(run) for run in runs]
+    default = folders[0].report_file if len(folders) == 1 else Path("report.html")
+    write_report(folders, output or default)
+
+
+def show_metrics(runs: list[RunFolder]) -> None:
+    """Print the metrics of runs side by side, the best ones in bold."""
+    found = [run.evaluation()["metrics"] for run in runs]
+    titles = [metric.title for metric in evaluate.columns(found).values()]
+    names = [escape(run.facts()["name"]) for run in runs]
+    cells = [
+        [f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row] for row in evaluate.table(found)
+    ]
+    corner = "Run"
+    if len(titles) > 5 and len(runs) < len(titles):  # a terminal is higher than it is wide
+        corner, titles, names, cells = "", names, titles, [list(row) for row in zip(*cells, strict=True)]
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    grid.add_column(corner, style="cyan", no_wrap=True)
+    for title in titles:
+        grid.add_column(title, justify="right")
+    for name, row in zip(names, cells, strict=True):
+        grid.add_row(name, *row)
+    console.print(grid)
+
+
+def write_report(runs: list[RunFolder], output: Path) -> None:
+    """Write the page of runs and say where it is."""
+    page = report.write([run.path for run in runs], output)
+    console.print(f"Report: {page.resolve()}", highlight=False, soft_wrap=True)
