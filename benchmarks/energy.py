@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import hypersphere as hs
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.train.run import code_version
+from hypersphere.runs import code_version
 
 CHECKED = 64
 """Rows whose gradients are compared with float64 where all pairs would not fit."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hypersphere.metrics import search, tar_at_far
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.train.run import code_version
+from hypersphere.runs import code_version
 
 CHUNK = 65_536
 """Gallery vectors of one product in the plain searches."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import hypersphere as hs
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.train.run import code_version
+from hypersphere.runs import code_version
 
 EPS, STEEPNESS = 1e-4, 0.3
 WARM_UP = 3

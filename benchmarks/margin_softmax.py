@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import hypersphere as hs
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.train.run import code_version
+from hypersphere.runs import code_version
 
 SCALE, MARGIN = 64.0, 0.5
 Step = Callable[[], Tensor]

@@ -38,7 +38,7 @@ import hypersphere as hs
 from hypersphere.orthogonal import Map
 from hypersphere.orthogonal.rotation import Together
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.train.run import code_version
+from hypersphere.runs import code_version
 
 SIZE, SPREAD = 0.5, 0.3
 """Spectral norms: of the skew matrices, and of the distance of other free matrices from the identity."""

@@ -44,7 +44,8 @@ from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness
 from hypersphere.recipe import RecipeError
 from hypersphere.report.attacks_figures import CHECK_TITLES, attack_pictures
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 
 CPU = torch.device("cpu")

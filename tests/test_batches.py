@@ -13,21 +13,22 @@ from torch import nn
 
 from hypersphere.data import FolderSplit, TensorSplit
 from hypersphere.data import load as load_data
+from hypersphere.data.preprocess import Preprocess
+from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
 from hypersphere.models import DigitsCNN
 from hypersphere.recipe import Augment, Optimiser, Schedule
+from hypersphere.runs.seeds import derive_seed
 from hypersphere.train.batches import (
     BatchOrder,
-    Preprocess,
     ResidentBatches,
     StreamedBatches,
-    evaluation_batches,
     make_batches,
 )
 from hypersphere.train.distributed import World
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
-from hypersphere.train.randomness import derive_seed, seed_default_generator
+from hypersphere.train.randomness import seed_default_generator
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,8 @@ from hypersphere.cli.commands import app
 from hypersphere.cli.terminal import console
 from hypersphere.data.sources import sources
 from hypersphere.evaluate import METRICS
-from hypersphere.train import DivergedError, Interrupted, RunFolder
+from hypersphere.runs import RunFolder
+from hypersphere.train import DivergedError, Interrupted
 from test_results import ROW
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"

@@ -19,6 +19,7 @@ from torch import nn
 
 from hypersphere import energy, orthogonal, recipe
 from hypersphere.data import DataError, Dataset, TensorSplit, data_roots, inventory, load
+from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import losses
@@ -26,13 +27,13 @@ from hypersphere.models import create
 from hypersphere.recipe import Augment
 from hypersphere.report.runs import load_run
 from hypersphere.report.sections import sections
+from hypersphere.runs import RunFolder
 from hypersphere.tasks.clouds.augmentations import change_clouds
 from hypersphere.tasks.clouds.data import SHAPES, unit_ball
 from hypersphere.tasks.clouds.evaluation import chosen_clouds, point_contributions
 from hypersphere.tasks.clouds.figures import cloud_pictures, project, strength
 from hypersphere.tasks.clouds.models import TNet, ball_query, farthest_points, orthogonality, squared_distances
-from hypersphere.train import RunFolder, Trainer
-from hypersphere.train.batches import Preprocess
+from hypersphere.train import Trainer
 
 SMALL = {"widths": (8, 8, 8, 16, 32), "hidden": (24, 16)}
 SMALL2 = {

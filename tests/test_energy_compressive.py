@@ -22,7 +22,7 @@ from hypersphere.energy.compressive import descend, project
 from hypersphere.energy.low_rank import CONDITION
 from hypersphere.energy.projections import ProjectionBank, count_sketch, draw, subsampled_hadamard
 from hypersphere.errors import ArgumentError
-from hypersphere.train.run import RunFolder
+from hypersphere.runs import RunFolder
 from hypersphere.train.step import Objective
 from hypersphere.train.trainer import Trainer
 from test_examples import example

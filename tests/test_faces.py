@@ -39,7 +39,8 @@ from hypersphere.evaluate import Outputs, measure
 from hypersphere.models import create, models
 from hypersphere.nn import DecoupledConv2d, DecoupledLinear
 from hypersphere.nn import create as layer
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 
 TOOLS = Path(__file__).parents[1] / "tools"
 CELEBA = "celeba_subset_train_aligned112x96.npz"

@@ -27,13 +27,14 @@ from hypersphere.cli import faces as faces_cli
 from hypersphere.cli.commands import app
 from hypersphere.data.align import template
 from hypersphere.data.faces import write_landmarks
+from hypersphere.data.preprocess import Preprocess
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Gallery, evaluations, ijb, named_protocols
 from hypersphere.metrics import Calibration, lfw10, megaface, ytf10
 from hypersphere.models import create
-from hypersphere.train import RunError, RunFolder, Trainer
-from hypersphere.train.batches import Preprocess
+from hypersphere.runs import RunError, RunFolder
+from hypersphere.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 HEIGHT, WIDTH = 28, 24

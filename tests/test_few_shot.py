@@ -26,12 +26,12 @@ from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import METRICS, Outputs, measure
 from hypersphere.report.sections import sections
+from hypersphere.runs import RunFolder
 from hypersphere.tasks.few_shot import data as data_module
 from hypersphere.tasks.few_shot import evaluation as module
 from hypersphere.tasks.few_shot.data import FewShotDataset, divide
 from hypersphere.tasks.few_shot.evaluation import EpisodeClassifiers, classify, mean_and_interval, sample_episodes
 from hypersphere.tasks.few_shot.figures import accuracy_by_shots, few_shot_figures
-from hypersphere.train.run import RunFolder
 from hypersphere.train.trainer import Trainer
 
 RECIPES = [name for name in recipe.embedded() if "few-shot" in name]

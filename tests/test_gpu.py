@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from hypersphere import recipe
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

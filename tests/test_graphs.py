@@ -28,10 +28,11 @@ from hypersphere.losses import create as create_loss
 from hypersphere.models import create
 from hypersphere.recipe import load as load_recipe
 from hypersphere.report import build
+from hypersphere.runs import RunFolder
 from hypersphere.tasks.graphs.evaluation import early_stop
 from hypersphere.tasks.graphs.figures import embedding
 from hypersphere.tasks.graphs.models import GCN, normalised_adjacency, propagate
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.train import Trainer
 from hypersphere.train.optimiser import parameter_groups
 
 ROOT = Path(os.environ.get("HYPERSPHERE_DATA", "data"))

@@ -15,7 +15,8 @@ from hypersphere import recipe
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import ClassRotation, losses, memory_estimate
 from hypersphere.registry import UnknownNameError
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 from hypersphere.train.optimiser import make_optimiser, parameter_groups
 from hypersphere.train.step import output_layer
 

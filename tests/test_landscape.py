@@ -23,7 +23,8 @@ from hypersphere.errors import ArgumentError
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.plot import energy, style
 from hypersphere.report import ReportError
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 

@@ -11,7 +11,8 @@ import torch
 from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.energy.theory import polygon_energy
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 from test_examples import example
 

@@ -13,7 +13,8 @@ from torch import nn
 import hypersphere as hs
 from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit
-from hypersphere.train import RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 
 CPU = torch.device("cpu")

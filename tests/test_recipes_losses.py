@@ -17,7 +17,8 @@ from hypersphere.data import Dataset, TensorSplit
 from hypersphere.losses import MarginSoftmax, binary_margin, losses
 from hypersphere.losses import head as head_module
 from hypersphere.models import models
-from hypersphere.train import RunFolder, Trainer, trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer, trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from hypersphere import recipe, results
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import METRICS
 from hypersphere.results import ResultRow, RowError, mean_and_interval, read_rows, write_pages, write_rows
-from hypersphere.train import RunFolder
+from hypersphere.runs import RunFolder
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -19,10 +19,10 @@ import hypersphere as hs
 from hypersphere import recipe, report
 from hypersphere.errors import ArgumentError
 from hypersphere.nn.optimise import decoupled_layers
-from hypersphere.train import Callback, DivergedError, Interrupted, RunError, RunFolder, Trainer, pick_device
+from hypersphere.runs import RunError, RunFolder, load_checkpoint
+from hypersphere.train import Callback, DivergedError, Interrupted, Trainer, pick_device
 from hypersphere.train.distributed import World
 from hypersphere.train.optimiser import parameter_groups
-from hypersphere.train.run import load_checkpoint
 
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -125,7 +125,7 @@ def test_another_seed_gives_other_metrics(tmp_path, uninterrupted):
 # Runs the command line with a fault: the process kills itself, without any clean-up, at a chosen call of a function.
 FAULT = """
 import os, signal, sys
-import hypersphere.train.run as run
+import hypersphere.runs.folder as run
 import safetensors.torch, pathlib
 kind, count = sys.argv.pop(1), int(sys.argv.pop(1))
 def deadly(function, partial=None):

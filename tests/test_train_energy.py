@@ -22,7 +22,8 @@ from hypersphere.errors import ArgumentError
 from hypersphere.losses import losses
 from hypersphere.report import ReportError
 from hypersphere.report.runs import load_run
-from hypersphere.train import Callback, EnergyLog, Interrupted, RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Callback, EnergyLog, Interrupted, Trainer
 from hypersphere.train.optimiser import learning_rate
 from hypersphere.train.step import Objective
 from test_report import Page

@@ -10,7 +10,8 @@ import torch
 from hypersphere import orthogonal, recipe, report
 from hypersphere.optim import OGD
 from hypersphere.recipe import RecipeError
-from hypersphere.train import Interrupted, RunFolder, Trainer
+from hypersphere.runs import RunFolder
+from hypersphere.train import Interrupted, Trainer
 from hypersphere.train import trainer as trainer_module
 from test_recipes_energy import SHAPES, noise
 from test_train_energy import StopAt, files

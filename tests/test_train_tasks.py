@@ -11,6 +11,7 @@ from torch import nn
 
 from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit, datasets
+from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import evaluations
 from hypersphere.evaluate.protocols import Outputs, measure
@@ -18,8 +19,8 @@ from hypersphere.models import models
 from hypersphere.nn import convert, operators
 from hypersphere.recipe import Augment, Optimiser, RecipeError, Rule
 from hypersphere.report.sections import Picture, Section, figures
-from hypersphere.train import RunError, RunFolder, Trainer
-from hypersphere.train.batches import Preprocess
+from hypersphere.runs import RunError, RunFolder
+from hypersphere.train import Trainer
 from hypersphere.train.optimiser import parameter_groups
 
 CPU = torch.device("cpu")

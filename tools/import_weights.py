@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere import losses, models, recipe
-from hypersphere.train.batches import Preprocess
-from hypersphere.train.run import RunFolder
+from hypersphere.data.preprocess import Preprocess
+from hypersphere.runs import RunFolder
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -21,11 +21,8 @@ from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.evaluate import fingerprint
 from hypersphere.metrics import flip_features
 from hypersphere.metrics.identification import _same
-from hypersphere.models import models
 from hypersphere.recipe import Recipe
-from hypersphere.train.batches import Preprocess
-from hypersphere.train.run import RunError, RunFolder, load_checkpoint
-from hypersphere.train.trainer import Trainer
+from hypersphere.runs import RunError, RunFolder, build, load_checkpoint
 
 Flip = Literal["none", "add", "concatenate"]
 FLIPS: tuple[str, ...] = get_args(Flip)
@@ -162,16 +159,6 @@ class Embedded:
         return flip_features(self.features, self.mirrored, flip)
 
 
-class _Builder(Trainer):
-    """The part of a trainer that builds a model from a recipe, which needs no data."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def build(self, shape: tuple[int, int, int]) -> Any:
-        return self._turn(self._convert(self.recipe.build(models, ("model",), shape)))
-
-
 class Embedder:
     """The network of a run's last checkpoint, as a function from images to features. It needs no training data.
 
@@ -190,7 +177,7 @@ class Embedder:
     Example:
         >>> Embedder(Path("nowhere"))
         Traceback (most recent call last):
-        hypersphere.train.run.RunError: nowhere is not a run folder: it has no recipe.yaml
+        hypersphere.runs.folder.RunError: nowhere is not a run folder: it has no recipe.yaml
     """
 
     def __init__(
@@ -209,9 +196,8 @@ class Embedder:
         if checkpoint is None:
             raise RunError(f"{run} has no checkpoint yet: train it first, `hypersphere resume {run}`")
         self.shape = _image_shape(self.run, recipe, checkpoint, size)
-        with torch.random.fork_rng(devices=[]):
-            model: Any = _Builder(recipe).build(self.shape)
-        preprocess = Preprocess(self.shape, recipe.data.normalise, recipe.data.augment)
+        model: Any
+        model, _, preprocess = build(recipe, self.shape, 2)
         _load(checkpoint, model, preprocess, averaged=recipe.train.ema is not None)
         self.model, self.preprocess = model.to(self.device).eval(), preprocess.to(self.device)
         self.dim = int(model.dim) * (2 if flip == "concatenate" else 1)

@@ -21,7 +21,7 @@ from pathlib import Path
 from hypersphere.errors import HypersphereError, check_choice
 from hypersphere.evaluate import METRICS
 from hypersphere.recipe import Recipe
-from hypersphere.train import RunFolder
+from hypersphere.runs import RunFolder
 
 # Two-sided 95 % points of Student's t by degrees of freedom, and of the normal distribution.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

@@ -17,7 +17,8 @@ from hypersphere import evaluate, recipe
 from hypersphere.cli.options import Device, Run, RunDataRoot
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
-from hypersphere.train import RunFolder, Trainer, pick_device
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer, pick_device
 
 ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
 """Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""

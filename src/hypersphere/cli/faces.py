@@ -53,8 +53,8 @@ from hypersphere.metrics import (
 from hypersphere.metrics import identify as identify_features
 from hypersphere.metrics.identification import KINDS, Kind
 from hypersphere.report.faces import VerificationPage, write_verification
-from hypersphere.train import RunFolder, pick_device
-from hypersphere.train.run import atomic_write
+from hypersphere.runs import RunFolder, atomic_write
+from hypersphere.train import pick_device
 
 gallery_app = typer.Typer(
     help="Keep a file of people: add and remove them, and ask who is on an image.",

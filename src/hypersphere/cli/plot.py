@@ -21,8 +21,8 @@ from hypersphere.errors import ArgumentError, HypersphereError, check_choice
 from hypersphere.landscape import Landscape
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax
 from hypersphere.margins import NoMargin
-from hypersphere.train import RunFolder, Trainer, pick_device
-from hypersphere.train.run import atomic_write
+from hypersphere.runs import RunFolder, atomic_write
+from hypersphere.train import Trainer, pick_device
 
 plot_app = typer.Typer(
     help="Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name.",

@@ -11,7 +11,7 @@ from hypersphere import results
 from hypersphere.cli.options import Runs
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError, HypersphereError
-from hypersphere.train import RunFolder
+from hypersphere.runs import RunFolder
 
 
 def record(

@@ -12,7 +12,8 @@ from rich.table import Table
 from hypersphere import evaluate, report
 from hypersphere.cli.options import Device, Run, RunDataRoot, Runs
 from hypersphere.cli.terminal import console
-from hypersphere.train import RunFolder, Trainer, pick_device
+from hypersphere.runs import RunFolder
+from hypersphere.train import Trainer, pick_device
 
 
 def evaluate_run(run: Run, device: Device = "auto", data_root: RunDataRoot = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -260,6 +260,17 @@ def _join(first: Split, second: Split) -> Split:
     if isinstance(first, FolderSplit) and isinstance(second, FolderSplit):
         return first.join(second, labels)
     raise ArgumentError("splits", "of one data set must be of one kind, got a TensorSplit and a FolderSplit")
+
+
+def evaluation_batches(split: Split, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """All samples and labels of a split in order."""
+    for start in range(0, len(split), batch_size):
+        chosen = slice(start, start + batch_size)
+        if isinstance(split, TensorSplit):
+            images = split.images[chosen]
+        else:
+            images = torch.stack([split.read(i) for i in range(len(split))[chosen]])
+        yield images.to(device), split.labels[chosen].to(device)
 
 
 def stratified_split(labels: Tensor, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -357,7 +357,8 @@ def source_predict(source: str | Path, outputs: Outputs) -> Iterator[Predict]:
         source: Folder of the run.
         outputs: Of the model that will be tested, which says what the images are and where.
     """
-    from hypersphere.train import RunFolder, Trainer  # noqa: PLC0415 (the trainer needs evaluations)
+    from hypersphere.runs import RunFolder  # noqa: PLC0415 (the trainer needs evaluations)
+    from hypersphere.train import Trainer  # noqa: PLC0415 (the trainer needs evaluations)
 
     folder = RunFolder.open(Path(source))
     device = outputs.labels.device

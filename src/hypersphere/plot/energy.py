@@ -18,7 +18,7 @@ from hypersphere.plot.style import MUTED, color, new_figure, plain, styled
 from hypersphere.report import ReportError
 from hypersphere.report.geometry import Floats, Ints
 from hypersphere.report.runs import Energies, Run, load_run
-from hypersphere.train import RunFolder
+from hypersphere.runs import RunFolder
 
 MARKED = 25
 """Most points of a line that are marked."""

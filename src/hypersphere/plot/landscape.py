@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import Tensor, nn
 
+from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.orthogonal import cached
 from hypersphere.plot.style import INK, MUTED, color, new_figure, plain, styled
 from hypersphere.report.geometry import Floats
 from hypersphere.train import Trainer
-from hypersphere.train.batches import evaluation_batches
 
 COLOURS = "viridis"
 LEVELS = 24

@@ -1,7 +1,6 @@
 """Training: a recipe and data in, a run folder out."""
 
 from hypersphere.train.callbacks import Callback, EnergyLog, ProgressBar, TensorBoard
-from hypersphere.train.run import RunError, RunFolder
 from hypersphere.train.trainer import DivergedError, Interrupted, Trainer, pick_device
 
 __all__ = [
@@ -10,8 +9,6 @@ __all__ = [
     "EnergyLog",
     "Interrupted",
     "ProgressBar",
-    "RunError",
-    "RunFolder",
     "TensorBoard",
     "Trainer",
     "pick_device",

@@ -1,24 +1,19 @@
-"""Batches by step number: which images, how they reach the device, how they are normalised and augmented."""
+"""Batches by step number: which images, how they reach the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.recipe import Augment
-from hypersphere.tasks.clouds.augmentations import change_clouds
+from hypersphere.runs.seeds import derive_seed
 from hypersphere.train.distributed import World
-from hypersphere.train.randomness import derive_seed
-
-CLOUD_CHANGES = ("rotate", "tilt", "scale", "shift", "jitter", "shuffle")
-"""Random changes that are for point clouds; the others are for images."""
 
 
 class BatchOrder:
@@ -152,125 +147,3 @@ def make_batches(split: Split, order: BatchOrder, device: torch.device, world: W
     if isinstance(split, TensorSplit):
         return ResidentBatches(split, order, device, world)
     return StreamedBatches(split, order, device, world, workers)
-
-
-def evaluation_batches(split: Split, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """All images and labels of a split in order."""
-    for start in range(0, len(split), batch_size):
-        chosen = slice(start, start + batch_size)
-        if isinstance(split, TensorSplit):
-            images = split.images[chosen]
-        else:
-            images = torch.stack([split.read(i) for i in range(len(split))[chosen]])
-        yield images.to(device), split.labels[chosen].to(device)
-
-
-class Preprocess(nn.Module):
-    r"""Brings images from bytes to what the model sees: :math:`(x / 255 - \mu) / \sigma`.
-
-    The constants are buffers, measured on the training images and saved with the model. Samples that are no bytes
-    are no images, and stay as they are.
-
-    Args:
-        shape: ``(C, H, W)`` of one image, or of whatever else a sample is.
-        normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5
-            over 128, or ``"none"``.
-        augment: Random changes of training images.
-    """
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(
-        self, shape: tuple[int, ...], normalise: Literal["channel", "pixel", "half", "none"], augment: Augment
-    ) -> None:
-        super().__init__()
-        self.normalise, self.augment = normalise, augment
-        self.changes = {key: getattr(augment, key) for key in CLOUD_CHANGES}
-        for key, field in Augment.model_fields.items():
-            kind, dimensions = ("point clouds", 2) if key in CLOUD_CHANGES else ("images", 3)
-            if getattr(augment, key) != field.default and len(shape) != dimensions:
-                raise ArgumentError(key, f"must be left out here: it changes {kind}")
-        mean, std = (0.5, 128 / 255) if normalise == "half" else (0.0, 1.0)
-        channels = (*shape[:1], 1, 1)
-        self.register_buffer("mean", torch.full(shape if normalise == "pixel" else channels, mean))
-        self.register_buffer("std", torch.full(channels, std))
-
-    def measure(self, split: Split, at_most: int = 100_000) -> None:
-        """Set the constants from training images (evenly spaced ones where there are more than ``at_most``)."""
-        if self.normalise in ("half", "none"):
-            return
-        if isinstance(split, FolderSplit):
-            at_most = min(at_most, 1000)
-        chosen = torch.linspace(0, len(split) - 1, min(len(split), at_most), dtype=torch.float64).long()
-        part = split.select(chosen, split.labels[chosen])
-        total = torch.zeros(split.shape, dtype=torch.float64)
-        squares = torch.zeros(split.shape, dtype=torch.float64)
-        for images, _ in evaluation_batches(part, 1000, torch.device("cpu")):
-            pixels = images.double() / 255
-            total += pixels.sum(0)
-            squares += pixels.square().sum(0)
-        mean, square = total / len(part), squares / len(part)
-        if self.normalise == "pixel":
-            self.mean.copy_(mean)
-            return
-        mean, square = mean.mean((1, 2), keepdim=True), square.mean((1, 2), keepdim=True)
-        self.mean.copy_(mean)
-        # A constant channel (blank images) carries nothing; dividing by its spread would make it NaN, and dividing by
-        # the rounding of its spread (1e-9) would blow up any image that differs.
-        std = (square - mean.square()).clamp(min=0).sqrt()
-        self.std.copy_(torch.where(std > 1e-6, std, 1.0))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """``(B, C, H, W)`` bytes to floats."""
-        return self.scaled(images.float() / 255) if images.dtype == torch.uint8 else images
-
-    def scaled(self, images: Tensor) -> Tensor:
-        """The same of images that are floats in [0, 1]."""
-        return (images - self.mean) / self.std
-
-    def augmented(self, images: Tensor, generator: torch.Generator, batch_size: int, share: slice) -> Tensor:
-        """Normalised images, each with its own random crop and flips, or clouds with theirs, without a loop.
-
-        Args:
-            images: ``(b, C, H, W)`` bytes, or clouds ``(b, 3, P)``, this process' share of the batch.
-            generator: Source of the draws; every process makes all of them, so that their number does not matter.
-            batch_size: Images over all processes.
-            share: Which of them ``images`` are.
-        """
-        if images.dim() == 3:
-            return change_clouds(images, generator, **self.changes, batch_size=batch_size, share=share)
-        crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
-        if images.dtype != torch.uint8 or not (crop or flip or vertical):
-            return self.change(images, None)
-        draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]
-        return self.change(images, draws)
-
-    def change(self, images: Tensor, draws: Tensor | None) -> Tensor:
-        """Normalise, and crop and flip as ``draws`` ``(4, b)`` in [0, 1) say: a pure function, fused when compiled."""
-        if draws is None:
-            return self(images)
-        crop, (height, width) = self.augment.crop, images.shape[2:]
-        rows = torch.arange(height, device=images.device).expand(len(images), -1)
-        columns = torch.arange(width, device=images.device).expand(len(images), -1)
-        mirror, upend, down, right = draws.unsqueeze(2)
-        if self.augment.flip:
-            columns = torch.where(mirror < 0.5, width - 1 - columns, columns)
-        if self.augment.vertical_flip:
-            rows = torch.where(upend < 0.5, height - 1 - rows, rows)
-        rows = rows + (down * (2 * crop + 1)).long() - crop
-        columns = columns + (right * (2 * crop + 1)).long() - crop
-        if self.augment.crop_mode == "reflect":
-            rows, columns = _mirrored(rows, height), _mirrored(columns, width)
-        sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
-        row, column = rows.clamp(0, height - 1).unsqueeze(2), columns.clamp(0, width - 1).unsqueeze(1)
-        # Advanced indices around a slice put the channels last: (b, H, W, C).
-        normalised = self(images)[sample, :, row, column].permute(0, 3, 1, 2)
-        inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
-        return normalised * inside.unsqueeze(1)
-
-
-def _mirrored(places: Tensor, size: int) -> Tensor:
-    """Places along an axis that goes on as its mirror image at both ends, however far."""
-    places = places % (2 * size)
-    return torch.minimum(places, 2 * size - 1 - places)

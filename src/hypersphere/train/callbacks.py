@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hypersphere.energy import Regulariser
 from hypersphere.orthogonal import check
-from hypersphere.train.run import atomic_write
+from hypersphere.runs import atomic_write
 
 if TYPE_CHECKING:
     from hypersphere.train.trainer import Trainer

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hypersphere.attacks import AdversarialBatch, evaluating
+from hypersphere.data.preprocess import Preprocess
 from hypersphere.energy import Regulariser, Selection, select
 from hypersphere.energy.layers import neurons
 from hypersphere.errors import ArgumentError
 from hypersphere.orthogonal.rotation import Together, rotations
-from hypersphere.train.batches import Batches, Preprocess
+from hypersphere.runs.seeds import derive_seed
+from hypersphere.train.batches import Batches
 from hypersphere.train.distributed import World
-from hypersphere.train.randomness import derive_seed, seed_default_generator
+from hypersphere.train.randomness import seed_default_generator
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

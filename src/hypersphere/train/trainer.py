@@ -22,22 +22,22 @@ from hypersphere import orthogonal
 from hypersphere.attacks import AdversarialBatch, attacks
 from hypersphere.data import Dataset, Split
 from hypersphere.data import load as load_data
+from hypersphere.data.preprocess import Preprocess
+from hypersphere.data.splits import evaluation_batches
 from hypersphere.energy import MHE, Regulariser, energies, select
 from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs, measure
-from hypersphere.losses import MarginSoftmax, losses
-from hypersphere.models import models
-from hypersphere.nn import Decoupled, convert, operators, project_weights, recalibrate, saturation
+from hypersphere.losses import MarginSoftmax
+from hypersphere.nn import Decoupled, project_weights, recalibrate, saturation
 from hypersphere.optim import OGD
-from hypersphere.orthogonal import maps
 from hypersphere.recipe import Recipe, RecipeError
-from hypersphere.train.batches import BatchOrder, Preprocess, evaluation_batches, make_batches
+from hypersphere.runs import RunError, RunFolder, atomic_write, build, load_checkpoint
+from hypersphere.runs.seeds import derive_seed
+from hypersphere.train.batches import BatchOrder, make_batches
 from hypersphere.train.callbacks import Callback, EnergyLog, OrthogonalityLog, TensorBoard
 from hypersphere.train.distributed import World, synchronise_statistics
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
-from hypersphere.train.randomness import derive_seed
-from hypersphere.train.run import RunError, RunFolder, atomic_write, load_checkpoint
 from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step, output_layer
 
 SETTLE_EVERY = 100
@@ -155,48 +155,14 @@ class Trainer:
             raise self.recipe.blame(error, "data") from error
 
     def _build(self, data: Dataset) -> tuple[nn.Module, MarginSoftmax, Preprocess]:
+        """Model, head and preprocessing, which is measured on the training images, on the device."""
         recipe = self.recipe
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(recipe.seed, "initialise"))
-            model = recipe.build(models, ("model",), data.train.shape)
-            if data.context:
-                model.attach(**data.context)
-            model = self._turn(self._convert(model))
-            head = recipe.build(losses, ("loss",), model.dim, len(data.class_names))
-        try:
-            preprocess = Preprocess(data.train.shape, recipe.data.normalise, recipe.data.augment)
-        except ArgumentError as error:
-            raise recipe.blame(error, "data", "augment") from error
+        model, head, preprocess = build(recipe, data.train.shape, len(data.class_names), data.context)
         if data.train.holds_images:
             preprocess.measure(data.train)
         elif recipe.data.normalise != "none":
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
-        if recipe.train.channels_last:
-            model = model.to(memory_format=torch.channels_last)
         return model.to(self.device), head.to(self.device), preprocess.to(self.device)
-
-    def _convert(self, model: Any) -> Any:
-        """The model with the recipe's operator in its layers, their kernels projected where the recipe says so."""
-        part = self.recipe.convert
-        if part is not None:
-            try:
-                model = convert(model, self.recipe.build(operators, ("convert",)), **part.choice)
-            except ArgumentError as error:
-                raise self.recipe.blame(error, "convert") from error
-        if self.recipe.project.every:
-            project_weights(model, self.recipe.project.s)
-        return model
-
-    def _turn(self, model: Any) -> Any:
-        """The model with rotations in its layers where the recipe says so."""
-        part = self.recipe.orthogonal
-        if part is None:
-            return model
-        seed = derive_seed(self.recipe.seed, "rotations")
-        try:
-            return orthogonal.apply(model, self.recipe.build(maps, ("orthogonal",)), seed=seed, **part.arguments)
-        except ArgumentError as error:
-            raise self.recipe.blame(error, "orthogonal") from error
 
     def _objective(self) -> Objective:
         """Model, head and regularisers, whose state is there and on the device."""

@@ -135,7 +135,8 @@ def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.dev
 
     Kept, since it is asked for at every evaluation; a newer checkpoint, also of the same name, is another one.
     """
-    from hypersphere.train import RunFolder, Trainer  # noqa: PLC0415 (it evaluates, and so imports this)
+    from hypersphere.runs import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
+    from hypersphere.train import Trainer  # noqa: PLC0415 (it evaluates, and so imports this)
 
     folder = RunFolder.open(run)
     trainer = Trainer(folder.recipe(), folder, device, data_root=folder.data_root())
@@ -152,7 +153,7 @@ def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.dev
 
 
 def _load_classifier(path: str, outputs: Outputs, device: torch.device) -> Judge:
-    from hypersphere.train import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
+    from hypersphere.runs import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
 
     run = Path(path).expanduser().resolve()
     checkpoint = RunFolder.open(run).latest_checkpoint()

@@ -1,0 +1,82 @@
+"""From a recipe to the parts of a system: a model, a head and the preprocessing of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hypersphere import orthogonal
+from hypersphere.data.preprocess import Preprocess
+from hypersphere.errors import ArgumentError
+from hypersphere.losses import MarginSoftmax, losses
+from hypersphere.models import models
+from hypersphere.nn import convert, operators, project_weights
+from hypersphere.orthogonal import maps
+from hypersphere.recipe import Recipe
+from hypersphere.runs.seeds import derive_seed
+
+
+def build(
+    recipe: Recipe, shape: Sequence[int], classes: int, context: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, MarginSoftmax, Preprocess]:
+    """What a recipe trains, as it is before the first step, on the CPU.
+
+    Everything random is a function of the recipe's seed; the state of the default generator is left as it was.
+
+    Args:
+        recipe: What to build.
+        shape: Shape of a sample, ``(C, H, W)`` of an image.
+        classes: Number of classes that are trained on.
+        context: What all samples share, such as the edges of a graph; the model takes it by ``attach``.
+
+    Returns:
+        The model, its head, and the preprocessing, whose constants are not measured yet.
+
+    Example:
+        >>> from hypersphere import recipe
+        >>> model, head, preprocess = build(recipe.load("digits-softmax"), (1, 8, 8), 10)
+        >>> head.logits(model(preprocess(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)))).shape
+        torch.Size([2, 10])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(recipe.seed, "initialise"))
+        model = recipe.build(models, ("model",), tuple(shape))
+        if context:
+            model.attach(**context)
+        model = _rotated(_converted(model, recipe), recipe)
+        head = recipe.build(losses, ("loss",), model.dim, classes)
+    try:
+        preprocess = Preprocess(tuple(shape), recipe.data.normalise, recipe.data.augment)
+    except ArgumentError as error:
+        raise recipe.blame(error, "data", "augment") from error
+    if recipe.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model, head, preprocess
+
+
+def _converted(model: Any, recipe: Recipe) -> Any:
+    """The model with the recipe's operator in its layers, their kernels projected where the recipe says so."""
+    part = recipe.convert
+    if part is not None:
+        try:
+            model = convert(model, recipe.build(operators, ("convert",)), **part.choice)
+        except ArgumentError as error:
+            raise recipe.blame(error, "convert") from error
+    if recipe.project.every:
+        project_weights(model, recipe.project.s)
+    return model
+
+
+def _rotated(model: Any, recipe: Recipe) -> Any:
+    """The model with rotations in its layers where the recipe says so."""
+    part = recipe.orthogonal
+    if part is None:
+        return model
+    seed = derive_seed(recipe.seed, "rotations")
+    try:
+        return orthogonal.apply(model, recipe.build(maps, ("orthogonal",)), seed=seed, **part.arguments)
+    except ArgumentError as error:
+        raise recipe.blame(error, "orthogonal") from error
