@@ -627,7 +627,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_hash_is_that_of_recorded_results(name):
-    """A key that is new must leave the hash alone where it changes nothing: add it to ``recipe.hash``."""
+    """A key that is new must leave the hash alone where it changes nothing: it says so beside itself (``Later``)."""
     assert recipe.load(name).hash == RECORDED[name]
 
 

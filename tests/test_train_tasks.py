@@ -139,7 +139,7 @@ def test_options_of_evaluations_are_checked(registered):
     ):
         recipe.load("digits-softmax", ["evaluate.metrics=[{name: rech, factor: 2}]"])
     plan = recipe.load("digits-softmax", ["evaluate.metrics=[classification, {name: reach, factor: 2}]"])
-    assert plan.evaluate.metrics[0] == "classification" and plan.evaluate.metrics[1].options == {"factor": 2.0}
+    assert plan.evaluate.metrics[0].name == "classification" and plan.evaluate.metrics[1].options == {"factor": 2.0}
     assert recipe.check(plan.model_dump(mode="json")).to_yaml() == plan.to_yaml()
     assert plan.hash != recipe.load("digits-softmax", ["evaluate.metrics=[classification, reach]"]).hash
 

@@ -96,6 +96,16 @@ class Entry(Generic[T]):
                 own += tuple(o for o in _options(parent, self.positional) if o.name in shared and o.name not in names)
         return own
 
+    @property
+    def later(self) -> dict[str, Any]:
+        """Options that came after results had been recorded, with what the absence of each means.
+
+        A factory says so in ``later_options`` beside its signature; a class adds to those of its parents. Recipes in
+        which such an option has this value have the hash that they had before.
+        """
+        owners = reversed(getattr(self.factory, "__mro__", (self.factory,)))
+        return {key: value for owner in owners for key, value in vars(owner).get("later_options", {}).items()}
+
     def check(self, options: Iterable[str]) -> None:
         """Raise :class:`ArgumentError` for the first option that the factory does not take."""
         known = [option.name for option in self.options]

@@ -8,8 +8,8 @@ regulariser counts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,8 @@ class Regulariser(nn.Module):
     """Whether a model that has decoupled layers is judged by these alone."""
     ordered = False
     """Whether the order of the numbers in a neuron matters, as it does to one that keeps a vector of its own."""
+
+    later_options: ClassVar[Mapping[str, Any]] = {"hidden_weight": 1.0, "output_weight": 1.0}
 
     def __init__(self, *, hidden_weight: float = 1.0, output_weight: float = 1.0) -> None:
         super().__init__()

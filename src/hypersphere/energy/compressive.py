@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -243,6 +243,7 @@ class Compressive(Regulariser):
     """
 
     shared_options: ClassVar[tuple[str, ...]] = ("s", "half_space", "angular", "eps", "hidden_weight", "output_weight")
+    later_options: ClassVar[Mapping[str, Any]] = {"angular": False, "eps": 0.0}
 
     def __init__(
         self,

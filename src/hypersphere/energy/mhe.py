@@ -2,6 +2,9 @@ r"""Minimum hyperspherical energy: the Riesz energy of directions, of matrices a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +95,8 @@ class MHE(Regulariser):
         >>> MHE(s=2)(nn.Linear(4, 8)).shape
         torch.Size([])
     """
+
+    later_options: ClassVar[Mapping[str, Any]] = {"angular": False, "eps": 0.0}
 
     def __init__(
         self,

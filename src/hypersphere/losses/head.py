@@ -9,7 +9,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -144,6 +144,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         torch.Size([])
     """
 
+    later_options: ClassVar[Mapping[str, Any]] = {"rotation": None, "probability_floor": 0.0}
     shared_options: ClassVar[tuple[str, ...]] = (
         "annealer",
         "gradient",

@@ -12,8 +12,8 @@ and ``embed``, the 1x1 convolutions of projection shortcuts are ``features.*.pro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -185,6 +185,19 @@ class PlainCNN(nn.Module):
         >>> PlainCNN((3, 32, 32), dim=256)(torch.randn(2, 3, 32, 32)).shape
         torch.Size([2, 256])
     """
+
+    later_options: ClassVar[Mapping[str, Any]] = {
+        **{
+            "stem": "none",
+            "kernel": 3,
+            "pool": "2x2",
+            "pool_last": True,
+            "hidden": (),
+            "fc_bn": False,
+            "fc_act": False,
+        },
+        **{"fc_bias": False, "fc_decoupled": True, "slope": None, "init": "conv", "bn_eps": None, "bn_momentum": None},
+    }
 
     def __init__(
         self,
@@ -417,6 +430,10 @@ class ResNet(nn.Module):
         >>> ResNet((3, 64, 64), units=(1, 1), widths=(8, 16))(torch.randn(2, 3, 64, 64)).shape
         torch.Size([2, 16])
     """
+
+    later_options: ClassVar[Mapping[str, Any]] = {
+        **{"stem": "none", "slope": None, "init": "conv", "bn_eps": None, "bn_momentum": None},
+    }
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ def _publish(
     network.__name__ = network.__qualname__ = name
     network.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     network.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(network)["later_options"] = Entry(name, build, (), ("shape",)).later
     network.__doc__ = f"{text}\n\nArgs:\n" + "\n".join(f"    {key}: {value}" for key, value in helps.items())
     models.register(name)(network)
 

@@ -7,25 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pydantic
+from pydantic import BaseModel
 
 from hypersphere.attacks import Attack, attacks
-from hypersphere.data import datasets
-from hypersphere.energy import energies
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import evaluations
-from hypersphere.losses import losses
-from hypersphere.models import models
-from hypersphere.nn import operators
 from hypersphere.orthogonal import maps
 from hypersphere.recipe.explain import Location, RecipeError, describe, explain
 from hypersphere.recipe.schema import Orthogonal, Part, Recipe, Schedule, options_model
 from hypersphere.registry import Registry, UnknownNameError
-
-_REQUIRED: dict[str, Registry[Any]] = {"data": datasets, "model": models, "loss": losses}
-
-
-_OPTIONAL: dict[str, Registry[Any]] = {"convert": operators, "orthogonal": maps, "adversary": attacks}
-"""Parts by name that every recipe has, and those that it may lack."""
 
 
 def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = None) -> Recipe:
@@ -44,37 +33,40 @@ def check(content: Mapping[str, Any], places: Mapping[Location, str] | None = No
     except pydantic.ValidationError as error:
         raise RecipeError("\n".join(explain(error, Recipe, content, places))) from None
     mistakes: list[str] = []
-    updates: dict[str, Any] = {}
-    for key, registry in (_REQUIRED | _OPTIONAL).items():
-        if (part := getattr(recipe, key)) is not None:
-            updates[key] = _resolve(part, registry, (key,), places, mistakes)
-    updates["regularisers"] = tuple(
-        _resolve(part, energies, ("regularisers", index), places, mistakes)
-        for index, part in enumerate(recipe.regularisers)
-    )
-    metrics = tuple(
-        _resolve(Part(name=given) if isinstance(given, str) else given, evaluations, place, places, mistakes)
-        for index, given in enumerate(recipe.evaluate.metrics)
-        for place in [("evaluate", "metrics", index)]
-    )
-    updates["evaluate"] = recipe.evaluate.model_copy(
-        update={"metrics": tuple(part if part.options else part.name for part in metrics)}
-    )
-    recipe = recipe.model_copy(update=updates)
+    recipe = _resolved(recipe, (), places, mistakes)
     mistakes += _contradictions(recipe, places)
     if mistakes:
         raise RecipeError("\n".join(mistakes))
     recipe._places = places
-    # Heads, energies and operators are cheap to build: ranges are checked now, not after the data has been loaded.
-    # A list holds one number for each class; the data will tell whether there are as many.
-    classes = next((len(value) for value in recipe.loss.options.values() if isinstance(value, list)), 2)
-    recipe.build(losses, ("loss",), 2, max(classes, 1))
-    for index in range(len(recipe.regularisers)):
-        recipe.build(energies, ("regularisers", index))
-    for key, registry in _OPTIONAL.items():
-        if getattr(recipe, key) is not None:
-            recipe.build(registry, (key,))
+    _try(recipe, recipe, ())
     return recipe
+
+
+def _resolved(value: Any, location: Location, places: Mapping[Location, str], mistakes: list[str]) -> Any:
+    """The value with all options of the parts in it, typed and with defaults; mistakes are appended."""
+    if isinstance(value, tuple):
+        return tuple(_resolved(item, (*location, index), places, mistakes) for index, item in enumerate(value))
+    if not isinstance(value, BaseModel):
+        return value
+    parts = {
+        key: _resolved(getattr(value, key), (*location, key), places, mistakes) for key in type(value).model_fields
+    }
+    value = value.model_copy(update={key: part for key, part in parts.items() if part is not getattr(value, key)})
+    if isinstance(value, Part) and value.registry is not None:
+        return _with_options(value, value.registry, location, places, mistakes)
+    return value
+
+
+def _try(recipe: Recipe, value: Any, location: Location) -> None:
+    """Build what is cheap to build: ranges are checked now, not after the data has been loaded."""
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            _try(recipe, item, (*location, index))
+    elif isinstance(value, BaseModel):
+        if isinstance(value, Part) and value.registry is not None and (trial := value.trial()) is not None:
+            recipe.build(value.registry, location, *trial)
+        for key in type(value).model_fields:
+            _try(recipe, getattr(value, key), (*location, key))
 
 
 def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]:
@@ -142,7 +134,7 @@ def _schedule_mistakes(schedule: Schedule, location: Location, steps: int, place
     return found
 
 
-def _resolve(
+def _with_options(
     part: Any, registry: Registry[Any], location: Location, places: Mapping[Location, str], mistakes: list[str]
 ) -> Any:
     """The part with all its options, typed and with defaults; mistakes are appended."""
@@ -162,4 +154,4 @@ def _resolve(
         own = [name for name in type(part).model_fields if name != "name"]
         mistakes += explain(error, model, part.options, places, location, extra_keys=own)
         return part
-    return type(part).model_validate({**part.model_dump(exclude=set(part.options)), **options})
+    return type(part).model_validate({**{key: getattr(part, key) for key in type(part).model_fields}, **options})

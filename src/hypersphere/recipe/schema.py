@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from torch import nn
 
+from hypersphere.attacks import attacks
+from hypersphere.data import datasets
+from hypersphere.energy import energies
 from hypersphere.errors import ArgumentError
+from hypersphere.evaluate import evaluations
+from hypersphere.losses import losses
+from hypersphere.models import models
+from hypersphere.nn import operators
+from hypersphere.orthogonal import maps
 from hypersphere.recipe.explain import Location, RecipeError, describe, member_types
-from hypersphere.recipe.hash import HOUSEKEEPING, digest
+from hypersphere.recipe.hash import Housekeeping, Later, content, digests
 from hypersphere.recipe.text import Dumper, key_of
 from hypersphere.registry import Entry, Registry, UnknownNameError
 
@@ -30,6 +38,8 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str
+    registry: ClassVar[Registry[Any] | None] = None
+    """Where the name stands."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -40,6 +50,10 @@ class Part(BaseModel):
     def options(self) -> dict[str, Any]:
         """The options beside the name."""
         return dict(self.model_extra or {})
+
+    def trial(self) -> tuple[Any, ...] | None:
+        """Arguments with which it is built to check its ranges as soon as the recipe is read; ``None``: it is not."""
+        return ()
 
 
 class Schedule(Section):
@@ -52,6 +66,39 @@ class Schedule(Section):
     warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
 
 
+class Model(Part):
+    """The network, up to its features."""
+
+    registry: ClassVar[Registry[Any]] = models
+
+    def trial(self) -> None:
+        """Not built before the run needs it."""
+
+
+class Loss(Part):
+    """The loss, with the layer of class vectors that it needs."""
+
+    registry: ClassVar[Registry[Any]] = losses
+
+    def trial(self) -> tuple[Any, ...]:
+        """Features of two numbers; a list holds one number for each class, the data tells whether there are as many."""
+        classes = next((len(value) for value in self.options.values() if isinstance(value, list)), 2)
+        return 2, max(classes, 1)
+
+
+class Measurement(Part):
+    """An evaluation with its options."""
+
+    registry: ClassVar[Registry[Any]] = evaluations
+
+    def trial(self) -> None:
+        """Not built before the run needs it."""
+
+    @pydantic.model_serializer(mode="wrap")
+    def _name_alone_where_that_is_all(self, handler: pydantic.SerializerFunctionWrapHandler) -> Any:
+        return handler(self) if self.options else self.name
+
+
 class Regulariser(Part):
     """A term added to the loss: ``weight`` times an energy of weights.
 
@@ -59,9 +106,12 @@ class Regulariser(Part):
     ``all`` of them.
     """
 
+    registry: ClassVar[Registry[Any]] = energies
     weight: float = Field(1.0, ge=0)
     target: Literal["model", "head", "all"] = "model"
-    schedule: Schedule | None = Field(None, description="of the weight; by default it stays as it is")
+    schedule: Annotated[Schedule | None, Later(None)] = Field(
+        None, description="of the weight; by default it stays as it is"
+    )
 
 
 class LayerChoice(Part):
@@ -91,6 +141,7 @@ class Convert(LayerChoice):
     last layer is converted, too.
     """
 
+    registry: ClassVar[Registry[Any]] = operators
     skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
         ("shortcut",), description="places of layers to leave alone"
     )
@@ -103,6 +154,7 @@ class Orthogonal(LayerChoice):
     layers are chosen by default.
     """
 
+    registry: ClassVar[Registry[Any]] = maps
     init: Literal["kaiming", "xavier", "normal"] | None = Field(None, description="draw the neurons anew")
     mean: float = Field(0.0, description="mean of the numbers that init draws")
     unit_norm: bool = Field(False, description="set the norms of neurons to gain")
@@ -132,6 +184,7 @@ class Orthogonal(LayerChoice):
 class Adversary(Part):
     """Adversarial training: the ``name`` of an attack, its options, and how much of every batch it changes."""
 
+    registry: ClassVar[Registry[Any]] = attacks
     share: float = Field(0.5, gt=0, le=1, description="of the batch that is attacked, by the model as it is")
 
 
@@ -146,17 +199,27 @@ class Augment(Section):
     """Random changes of the training images, drawn anew for every image and step."""
 
     crop: int = Field(0, ge=0, description="padding of a random crop back to the original size")
-    crop_mode: Literal["zeros", "reflect"] = Field(
+    crop_mode: Annotated[Literal["zeros", "reflect"], Later("zeros")] = Field(
         "zeros", description="'reflect' pads with the mirrored image, edge pixels included"
     )
     flip: bool = Field(False, description="mirror left and right with probability 1/2")
     vertical_flip: bool = Field(False, description="mirror up and down with probability 1/2")
-    rotate: bool = Field(False, description="point clouds: turn about the vertical by any angle")
-    tilt: float = Field(0.0, ge=0, description="point clouds: deviation of small turns about all axes, cut at 3 times")
-    scale: float = Field(1.0, ge=1, description="point clouds: largest factor on the size, least is its inverse")
-    shift: float = Field(0.0, ge=0, description="point clouds: largest shift along each axis")
-    jitter: float = Field(0.0, ge=0, description="point clouds: deviation of each point's coordinates, cut at 5 times")
-    shuffle: bool = Field(False, description="point clouds: points in a new order at every step")
+    rotate: Annotated[bool, Later(False)] = Field(
+        False, description="point clouds: turn about the vertical by any angle"
+    )
+    tilt: Annotated[float, Later(0.0)] = Field(
+        0.0, ge=0, description="point clouds: deviation of small turns about all axes, cut at 3 times"
+    )
+    scale: Annotated[float, Later(1.0)] = Field(
+        1.0, ge=1, description="point clouds: largest factor on the size, least is its inverse"
+    )
+    shift: Annotated[float, Later(0.0)] = Field(0.0, ge=0, description="point clouds: largest shift along each axis")
+    jitter: Annotated[float, Later(0.0)] = Field(
+        0.0, ge=0, description="point clouds: deviation of each point's coordinates, cut at 5 times"
+    )
+    shuffle: Annotated[bool, Later(False)] = Field(
+        False, description="point clouds: points in a new order at every step"
+    )
 
 
 class Imbalance(Section):
@@ -186,17 +249,21 @@ class Imbalance(Section):
 class Data(Part):
     """The data set and how batches are drawn from it."""
 
+    registry: ClassVar[Registry[Any]] = datasets
     name: str = "digits"
     batch_size: int = Field(128, ge=1, description="images a step, over all processes")
     hold_out: tuple[int | str, ...] = Field((), description="classes kept out of training, for verification")
-    imbalance: Imbalance = Imbalance()
+    imbalance: Annotated[Imbalance, Later(Imbalance())] = Imbalance()
     normalise: Literal["channel", "pixel", "half", "none"] = Field(
         "channel",
         description="subtract the mean of each channel (and divide by its spread) or of each pixel; "
         "'half': (byte - 127.5) / 128",
     )
     augment: Augment = Augment()
-    workers: int = Field(0, ge=0, description="processes that decode image files")
+    workers: Annotated[int, Housekeeping] = Field(0, ge=0, description="processes that decode image files")
+
+    def trial(self) -> None:
+        """Not built before the run needs it."""
 
 
 class Rule(Section):
@@ -222,7 +289,9 @@ class Optimiser(Section):
         "k are spared in any case",
     )
     head_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the head")
-    rules: tuple[Rule, ...] = Field((), description="other rates and decays of parameters by name")
+    rules: Annotated[tuple[Rule, ...], Later(())] = Field(
+        (), description="other rates and decays of parameters by name"
+    )
 
 
 class Train(Section):
@@ -237,8 +306,8 @@ class Train(Section):
     ema: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
     log_every: int = Field(100, ge=1)
     checkpoint_every: int = Field(1000, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
-    tensorboard: bool = True
+    keep_checkpoints: Annotated[int, Housekeeping] = Field(2, ge=1)
+    tensorboard: Annotated[bool, Housekeeping] = True
 
 
 class Evaluate(Section):
@@ -246,28 +315,36 @@ class Evaluate(Section):
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     batch_size: int = Field(1000, ge=1)
-    metrics: tuple[str | Part, ...] = ("classification", "angles", "verification", "energy")
-    recalibrate: int = Field(
+    metrics: tuple[Measurement, ...] = tuple(
+        Measurement(name=name) for name in ("classification", "angles", "verification", "energy")
+    )
+    recalibrate: Annotated[int, Later(0)] = Field(
         0,
         ge=0,
         description="also measure the accuracy with normalisation statistics estimated anew from so many batches",
     )
-    energy: bool = Field(False, description="also write down the energy of every layer, beside its least and random")
+    energy: Annotated[bool, Later(False)] = Field(
+        False, description="also write down the energy of every layer, beside its least and random"
+    )
 
 
 class Recipe(Section):
     """Everything that determines a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    help: str = ""
+    name: Annotated[str, Housekeeping] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    help: Annotated[str, Housekeeping] = ""
     seed: int = Field(0, ge=0, lt=2**32)
     data: Data = Data()
-    model: Part = Part(name="digits-cnn")
-    convert: Convert | None = Field(None, description="a decoupled operator for the layers of the model")
-    project: Project = Project()
-    orthogonal: Orthogonal | None = Field(None, description="rotations of the layers of the model, in place of weights")
-    adversary: Adversary | None = Field(None, description="attacks on the training images")
-    loss: Part = Part(name="softmax")
+    model: Model = Model(name="digits-cnn")
+    convert: Annotated[Convert | None, Later(None)] = Field(
+        None, description="a decoupled operator for the layers of the model"
+    )
+    project: Annotated[Project, Later(Project())] = Project()
+    orthogonal: Annotated[Orthogonal | None, Later(None)] = Field(
+        None, description="rotations of the layers of the model, in place of weights"
+    )
+    adversary: Annotated[Adversary | None, Later(None)] = Field(None, description="attacks on the training images")
+    loss: Loss = Loss(name="softmax")
     regularisers: tuple[Regulariser, ...] = ()
     optimiser: Optimiser = Optimiser()
     schedule: Schedule = Schedule()
@@ -279,12 +356,26 @@ class Recipe(Section):
     @property
     def hash(self) -> str:
         """Twelve hex digits that change with anything that determines the result and its rows of metrics."""
-        return digest(self.model_dump(mode="json", exclude=HOUSEKEEPING))
+        return next(digests(content(self)))
 
     @property
     def hash_without_seed(self) -> str:
         """The same for all seeds, for results that are means over seeds."""
-        return digest(self.model_dump(mode="json", exclude=HOUSEKEEPING | {"seed": True}))
+        return next(digests(self._seedless()))
+
+    def matches(self, stored: str) -> bool:
+        """Whether a recorded hash, with or without the seed, is this recipe's under any version of the schema.
+
+        Example:
+            >>> from hypersphere import recipe
+            >>> plan = recipe.load("digits-softmax")
+            >>> plan.matches(plan.hash_without_seed), plan.matches("0123456789ab")
+            (True, False)
+        """
+        return stored in {*digests(content(self)), *digests(self._seedless())}
+
+    def _seedless(self) -> dict[str, Any]:
+        return {key: value for key, value in content(self).items() if key != "seed"}
 
     def to_yaml(self) -> str:
         """The recipe with all defaults filled in; loads back to an equal recipe."""

@@ -583,10 +583,10 @@ class Trainer:
         """What the recipe asks to measure."""
         index = 0
 
-        def chosen() -> Iterator[str | dict[str, Any]]:
+        def chosen() -> Iterator[dict[str, Any]]:
             nonlocal index  # of the evaluation that is at work, for messages
             for index, part in enumerate(self.recipe.evaluate.metrics):  # noqa: B007
-                yield part if isinstance(part, str) else {"name": part.name, **part.options}
+                yield {"name": part.name, **part.options}
 
         with self._averaged():
             try:

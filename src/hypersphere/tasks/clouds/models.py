@@ -7,7 +7,8 @@ linear layers (energies, rotations, decoupled operators) knows them. The last pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,8 @@ class PointNet(nn.Module):
         >>> PointNet((3, 64))(torch.rand(2, 3, 64)).shape
         torch.Size([2, 256])
     """
+
+    later_options: ClassVar[Mapping[str, Any]] = {"bn_momentum": None}
 
     def __init__(
         self,
@@ -292,6 +295,8 @@ class PointNet2(nn.Module):
         >>> PointNet2((3, 64), centres=(16, 4))(torch.rand(2, 3, 64)).shape
         torch.Size([2, 256])
     """
+
+    later_options: ClassVar[Mapping[str, Any]] = {"bn_momentum": None}
 
     def __init__(
         self,
