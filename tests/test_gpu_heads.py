@@ -12,8 +12,7 @@ import hypersphere as hs
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import head as head_module
 from hypersphere.losses import losses
-from hypersphere.losses.negatives import Plain
-from hypersphere.losses.streaming import class_statistics
+from hypersphere.losses.streaming import ClassProblem, class_statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,15 +27,15 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))
 
 
-def statistics(x, w, y, scale, weights, unit, **options):
+def statistics(x, w, y, scale, weights, unit, chunked=False, low=False):
     """Value and gradients of a weighted sum of all statistics."""
     x, w, scale = (t.detach().clone().requires_grad_() for t in (x, w, scale))
-    found = class_statistics(x, w, y, scale, Plain(), unit=unit, **options)
-    total = (found.negatives * weights[0].to(x)).sum() + (found.own * weights[1].to(x)).sum()
+    found = class_statistics(ClassProblem(x, w, y, scale, unit=unit, low=low), chunked=chunked)
+    total = (found.negatives * weights[0].to(x)).sum() + (found.target * weights[1].to(x)).sum()
     if not unit:
         total = total + (found.length * weights[2].to(x)).sum()
     total.backward()
-    return {"negatives": found.negatives, "own": found.own, "x": x.grad, "w": w.grad, "scale": scale.grad}
+    return {"negatives": found.negatives, "own": found.target, "x": x.grad, "w": w.grad, "scale": scale.grad}
 
 
 @pytest.mark.parametrize("unit", [True, False])

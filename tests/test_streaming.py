@@ -1,6 +1,7 @@
 """The chunked path: the same numbers as the whole matrix, in bounded memory."""
 
 import copy
+import gc
 import math
 import os
 import subprocess
@@ -21,13 +22,14 @@ from hypersphere.losses.negatives import (
     CircleNegatives,
     Hardened,
     HingeNegatives,
+    Negatives,
     OfAngle,
     Plain,
     Riesz,
     Widened,
     lookup,
 )
-from hypersphere.losses.streaming import class_statistics
+from hypersphere.losses.streaming import ClassProblem, class_statistics
 
 SOURCE = Path(hs.__file__).parents[1]
 HEADS = [name for name in losses if losses[name].factory.shared_options]
@@ -274,12 +276,10 @@ def test_gradients_are_those_of_the_value(rule, unit, centres):
     parameters = tuple(torch.tensor(p, dtype=torch.float64) for p in parameters)
 
     def values(units, weight, scale, offset, bias):
-        found = class_statistics(
-            units, weight, labels, scale, rule, parameters,
-            offset=offset, bias=bias, centres=centres, unit=unit, total=True, chunked=True,
-        )  # fmt: skip
-        # The own class' numbers and lengths are differentiable, too; empty ones add nothing.
-        return found.negatives, found.total, found.own, found.length.sum()
+        problem = ClassProblem(units, weight, labels, scale, rule, parameters, offset, bias, centres, unit, total=True)
+        found = class_statistics(problem, chunked=True)
+        # The target's numbers and lengths are differentiable, too; empty ones add nothing.
+        return found.negatives, found.total, found.target, found.length.sum()
 
     leaves = [v.clone().requires_grad_() for v in (units, weight, scale, offset, bias)]
     assert torch.autograd.gradcheck(values, leaves, atol=1e-7)
@@ -296,38 +296,33 @@ def test_operators_are_well_formed(rule, extras):
     units, weight, scale, offset, bias = leaves
     if not extras:
         offset = bias = None
-    settings = (rule.key, 2 if extras else 1, True, extras, False)
+    problem = ClassProblem(
+        units, weight, labels, scale, rule, parameters, offset, bias, subcentres=2 if extras else 1, total=extras
+    )
+    assert ClassProblem.unpacked(problem.packed()) == problem
     forward = torch.ops.hypersphere.class_statistics.default
-    with_keep = len(forward._schema.arguments) == 13  # whether what the backward pass needs is kept
-    more = (True,) if with_keep else ()
-    torch.library.opcheck(forward, (units, weight, labels, scale, offset, bias, parameters, *settings, *more))
+    assert [a.name for a in forward._schema.arguments] == [*ClassProblem._fields, "keep"]
+    torch.library.opcheck(forward, (*problem.packed(), True))
 
+    result, _, target, *_ = forward(*problem.packed(), True)
+    ones = torch.ones(3).double()
+    upstream = (ones, ones if extras else None, ones, None)
+    kept = (result, target, torch.empty(0, dtype=torch.float16), torch.empty(0).double())
     backward = torch.ops.hypersphere.class_gradients.default
-    values = {
-        "units": units, "weight": weight, "labels": labels, "scale": scale, "offset": offset, "bias": bias,
-        "parameters": parameters, "rule_key": rule.key, "centres": settings[1], "unit": True, "low": False,
-        "weight_too": True, "grad_result": torch.ones(3).double(), "grad_own": torch.ones(3).double(),
-        "grad_total": torch.ones(3).double() if extras else None, "grad_length": None,
-        "half": torch.empty(0, dtype=torch.float16), "inverse": torch.empty(0).double(),
-    }  # fmt: skip
-    result, _, own, *_ = forward(units, weight, labels, scale, offset, bias, parameters, *settings, *more)
-    values |= {"result": result, "own": own}
-    arguments = [values[a.name] for a in backward._schema.arguments]
-    detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
-    torch.library.opcheck(backward, tuple(detached))
+    arguments = (*upstream, *kept, *problem.packed(), True)
+    torch.library.opcheck(backward, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
 
 
 def test_the_rest_of_the_statistics():
     units, weight, labels, scale, _, bias = inputs()
     for chunked in (True, False):
-        found = class_statistics(
-            units, weight, labels, scale, Plain(), total=True, unit=False, bias=bias, chunked=chunked
-        )
+        problem = ClassProblem(units, weight, labels, scale, bias=bias, unit=False, total=True)
+        found = class_statistics(problem, chunked=chunked)
         logits = scale.unsqueeze(1) * units @ weight.mT + bias
         others = torch.ones_like(logits, dtype=torch.bool).scatter(1, labels.unsqueeze(1), False)
         torch.testing.assert_close(found.total, torch.where(others, logits, 0).sum(1))
         torch.testing.assert_close(found.negatives, torch.where(others, logits, -math.inf).logsumexp(1))
-        torch.testing.assert_close(found.own, (units * weight[labels]).sum(1))
+        torch.testing.assert_close(found.target, (units * weight[labels]).sum(1))
         torch.testing.assert_close(found.length, weight[labels].norm(dim=1))
 
 
@@ -335,6 +330,31 @@ def test_every_rule_is_found_by_a_key_of_its_own():
     first, second = Binary(t=2.0), Binary(t=2.0)
     assert first == second and first.key != second.key
     assert lookup(first.key) is first and lookup(second.key) is second
+
+
+def test_rules_go_with_their_heads():
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(found), Negatives) for found in gc.get_objects())
+
+    x, y = torch.randn(2, 4), torch.tensor([0, 1])
+
+    def use(count):
+        for _ in range(count):
+            hs.losses.CircleLoss(4, 5, path="chunked")(x, y).backward()
+
+    use(200)  # as many as are looked up last stay
+    before = alive()
+    use(200)
+    assert alive() <= before
+
+
+def test_a_rule_outlives_its_head_until_the_backward_pass():
+    x = torch.randn(2, 4, requires_grad=True)
+    losses_ = [hs.losses.CircleLoss(4, 5, path="chunked")(x, torch.tensor([0, 1])) for _ in range(100)]
+    gc.collect()
+    torch.stack(losses_).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_angular_functions_that_print_alike_are_told_apart():

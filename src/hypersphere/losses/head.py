@@ -25,7 +25,7 @@ from hypersphere.geometry import at_least_float32, full_precision, norm, normali
 from hypersphere.losses.negatives import Negatives, OfAngle, Plain
 from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
-from hypersphere.losses.streaming import Statistics, class_cosines, class_statistics, scaled
+from hypersphere.losses.streaming import ClassProblem, Statistics, class_cosines, class_statistics, scaled
 from hypersphere.losses.theory import reachable_probability, suggest_scale
 from hypersphere.margins import Margin, NoMargin
 from hypersphere.registry import Registry
@@ -526,7 +526,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         weight, columns, bias = self._trained_classes(labels, valid, x.dtype)
         rule = self._rule_parameters(self._own_cosines(units, labels), parameters, steps, valid)
         raw = not self.unit_weights or (self.gradient == "caffe" and self.training)
-        found = class_statistics(
+        problem = ClassProblem(
             units,
             weight,
             columns,
@@ -535,16 +535,16 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
             rule,
             offset=self._offset(),
             bias=bias,
-            centres=self.centres,
+            subcentres=self.centres,
             unit=not raw,
             total=self.label_smoothing > 0 and not self._all_logits,
-            chunked=self.path == "chunked",
-            low_precision=low,
+            low=low,
         )
+        found = class_statistics(problem, chunked=self.path == "chunked")
         if self.gradient == "caffe" and self.unit_weights and self.training:
             target = self._caffe_target(found, units, labels, scale, parameters, steps)
         else:
-            target = self._target(found.own, None if self.unit_weights else found.length, scale, parameters, steps)
+            target = self._target(found.target, None if self.unit_weights else found.length, scale, parameters, steps)
         target = target + self._own_bias(labels, x.dtype)
         compared, total = len(weight) // self.centres, found.total
         if self._all_logits:
@@ -741,7 +741,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         its length, and blends the result with the plain product's :math:`W_y` as the annealer says.
         """
         with torch.no_grad():
-            cosines = found.own.clamp(-1, 1)
+            cosines = found.target.clamp(-1, 1)
             value = self._target(cosines, None, scale, parameters, steps)
         inputs = units * scale.unsqueeze(1)
         own = self.weight.detach().unflatten(0, (-1, self.centres))[labels].to(units.dtype)
@@ -756,7 +756,7 @@ class MarginSoftmax(nn.Module, metaclass=_Aliases):
         weight = self._annealing(steps, units)
         if weight is not None:
             direction = (direction + weight * own) / (1 + weight)
-        surrogate = self._with_offset(found.own) * scale + (inputs * (direction - own).detach()).sum(1)
+        surrogate = self._with_offset(found.target) * scale + (inputs * (direction - own).detach()).sum(1)
         return value + (surrogate - surrogate.detach())
 
     def _trained_classes(

@@ -7,8 +7,11 @@ sum of a term of each (binary members).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +21,17 @@ from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import arccos, arccos_slope
 from hypersphere.margins import Parameter
 
-_known: dict[str, Negatives] = {}
+_known: WeakValueDictionary[str, Negatives] = WeakValueDictionary()
+_count = itertools.count()
 
 
+@lru_cache(maxsize=64)
 def lookup(key: str) -> Negatives:
-    """The rule with this key; rules are known from the moment they are built."""
+    """The rule with this key, which is known from the moment it is built for as long as it is used.
+
+    Nothing but the rule's head keeps it, and a backward pass that is still to come. A compiled one cannot, so the rules
+    looked up last stay, too.
+    """
     return _known[key]
 
 
@@ -50,7 +59,7 @@ class Negatives:
 
     def __post_init__(self) -> None:
         # A number of its own: rules that print and compare alike may differ in a user's angular function.
-        key = f"{type(self).__name__} {len(_known)}"
+        key = f"{type(self).__name__} {next(_count)}"
         _known[key] = self
         object.__setattr__(self, "key", key)
 

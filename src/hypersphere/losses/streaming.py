@@ -1,14 +1,15 @@
 r"""What a head needs to know of all its classes, without ever holding a batch x classes matrix.
 
-The logit of sample i for a class j that is not its own is
+The logit of sample i for a class j that is not its target is
 
 .. math:: z_{ij} = \text{scale}_i\,(\eta(c_{ij}) + \text{offset}) + b_j, \quad c_{ij} = \max_k \hat x_i \cdot w'_{jk}
 
 with :math:`w'` the directions of the class weights (or the weights themselves), and a head needs of them one number a
-sample: their log-sum-exp or a sum. :func:`class_statistics` gives it, together with the sample's own cosine, in one of
-two ways: ``"dense"``, plain autograd over the ``(B, C)`` matrix, and ``"chunked"``, exact, over some classes at a time,
-with the logits computed anew in the backward pass. The own class is left out inside its chunk, never subtracted from
-the finished sum: the sum of a well classified sample would vanish in the rounding of its own class.
+sample: their log-sum-exp or a sum. A :class:`ClassProblem` says what is asked, and :func:`class_statistics` answers it,
+together with the sample's target cosine, in one of two ways: ``"dense"``, plain autograd over the ``(B, C)`` matrix,
+and ``"chunked"``, exact, over some classes at a time, with the logits computed anew in the backward pass. The target is
+left out inside its chunk, never subtracted from the finished sum: the sum of a well classified sample would vanish in
+the rounding of its target.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,6 +29,60 @@ CHUNK_ELEMENTS = 2**23
 """Logits of a chunk: 32 MiB in float32, about what the last cache of a large GPU holds."""
 
 
+class ClassProblem(NamedTuple):
+    """What a head asks of all its classes: the one list of what dense, chunked and fused code need to know.
+
+    The fields are also the arguments of the operations ``hypersphere::class_statistics`` and
+    ``hypersphere::class_gradients``, which know tensors, numbers and texts only: :meth:`packed` and :meth:`unpacked`
+    stand between.
+
+    Example:
+        >>> problem = ClassProblem(torch.eye(2), torch.eye(2), torch.tensor([0, 1]), torch.full((2,), 5.0))
+        >>> class_statistics(problem).negatives
+        tensor([0., 0.])
+    """
+
+    units: Tensor
+    """Directions of the features, ``(B, D)``, in float32 or wider."""
+    weight: Tensor
+    """Class weights, ``(C * subcentres, D)``."""
+    labels: Tensor
+    """Targets, ``(B,)`` in [0, C)."""
+    scale: Tensor
+    """``(B,)``."""
+    rule: Negatives = Plain()
+    """What the non-target logits are and how they are reduced."""
+    parameters: Sequence[Tensor] = ()
+    """The rule's own parameters, scalars or ``(B, 1)``; they get no gradient."""
+    offset: Tensor | None = None
+    """Scalar added to every value."""
+    bias: Tensor | None = None
+    """``(C,)`` added to the logits."""
+    subcentres: int = 1
+    """Weight vectors of each class; the closest counts."""
+    unit: bool = True
+    """Whether the directions of the weights are used."""
+    total: bool = False
+    """Whether the logits are summed, too."""
+    low: bool = False
+    """16-bit products with 32-bit sums; on a GPU only."""
+
+    def packed(self) -> tuple[Any, ...]:
+        """The arguments of the operations, which know the rule by its key."""
+        return (*self[:4], self.rule.key, list(self.parameters), *self[6:])
+
+    @classmethod
+    def unpacked(cls, arguments: Sequence[Any]) -> ClassProblem:
+        """The problem that :meth:`packed` wrote down."""
+        units, weight, labels, scale, key, *others = arguments
+        return cls(units, weight, labels, scale, lookup(key), *others)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether the norm of the target's weight is of use: of single vectors that are no unit vectors."""
+        return not self.unit and self.subcentres == 1
+
+
 class Statistics(NamedTuple):
     """Of each sample, over the classes."""
 
@@ -35,105 +90,54 @@ class Statistics(NamedTuple):
     """``(B,)`` log-sum-exp of the non-target logits, or the sum of their terms."""
     total: Tensor
     """``(B,)`` sum of the non-target logits; empty unless asked for."""
-    own: Tensor
-    """``(B,)`` product with the own class, a cosine where the weights are unit vectors."""
+    target: Tensor
+    """``(B,)`` product with the target's weight, a cosine where the weights are unit vectors."""
     length: Tensor
-    """``(B,)`` norm of the own class' weight; empty for unit weights and several centres."""
+    """``(B,)`` norm of the target's weight; empty for unit weights and several sub-centres."""
 
 
-def class_statistics(
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    rule: Negatives,
-    parameters: Sequence[Tensor] = (),
-    *,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    centres: int = 1,
-    unit: bool = True,
-    total: bool = False,
-    chunked: bool = False,
-    low_precision: bool = False,
-) -> Statistics:
+def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statistics:
     """Reduce every sample's non-target logits to the numbers that a loss needs.
 
     Args:
-        units: Directions of the features, ``(B, D)``, in float32 or wider.
-        weight: Class weights, ``(C * centres, D)``.
-        labels: Own classes, ``(B,)`` in [0, C).
-        scale: ``(B,)``.
-        rule: What the non-target logits are and how they are reduced.
-        parameters: The rule's own parameters, scalars or ``(B, 1)``; they get no gradient.
-        offset: Scalar added to every value.
-        bias: ``(C,)`` added to the logits.
-        centres: Weight vectors of each class; the closest counts.
-        unit: Use the directions of the weights.
-        total: Sum the logits, too.
+        problem: Features, classes and what is asked of them.
         chunked: Never hold ``(B, C)`` values at once.
-        low_precision: 16-bit products with 32-bit sums, on a GPU.
 
     Example:
-        >>> from hypersphere.losses.negatives import Plain
-        >>> one = torch.ones(2)
-        >>> class_statistics(torch.eye(2), torch.eye(2), torch.tensor([0, 1]), 5 * one, Plain()).negatives
-        tensor([0., 0.])
+        >>> units, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+        >>> class_statistics(ClassProblem(units, weight, torch.tensor([0, 1]), torch.ones(2)), chunked=True).target
+        tensor([1.0000, 0.8000])
     """
+    if problem.low and not problem.units.is_cuda:
+        problem = problem._replace(low=False)
     if not chunked:
-        low = low_precision and units.is_cuda
-        return _dense(units, weight, labels, scale, rule, parameters, offset, bias, centres, unit, total, low)
-    found = _statistics(
-        units,
-        weight,
-        labels,
-        scale,
-        offset,
-        bias,
-        list(parameters),
-        rule.key,
-        centres,
-        unit,
-        total,
-        low_precision and units.is_cuda,
-        torch.is_grad_enabled() and (units.requires_grad or weight.requires_grad),
-    )
-    return Statistics(*found[:4])
+        return _dense(problem)
+    keep = torch.is_grad_enabled() and (problem.units.requires_grad or problem.weight.requires_grad)
+    return Statistics(*_statistics(*problem.packed(), keep)[:4])
 
 
-def _dense(
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    rule: Negatives,
-    parameters: Sequence[Tensor],
-    offset: Tensor | None,
-    bias: Tensor | None,
-    centres: int,
-    unit: bool,
-    total: bool,
-    low: bool,
-) -> Statistics:
+def _dense(problem: ClassProblem) -> Statistics:
     """The same by autograd over the whole matrix."""
-    cosines = class_cosines(units, weight, centres, unit, low)
-    logits = scaled(rule.value(cosines, *parameters), scale, offset, bias)
-    is_own = torch.arange(cosines.shape[1], device=labels.device) == labels.unsqueeze(1)
+    units, weight, labels, rule = problem.units, problem.weight, problem.labels, problem.rule
+    cosines = class_cosines(units, weight, problem.subcentres, problem.unit, problem.low)
+    logits = scaled(rule.value(cosines, *problem.parameters), problem.scale, problem.offset, problem.bias)
+    is_target = torch.arange(cosines.shape[1], device=labels.device) == labels.unsqueeze(1)
     if rule.softmax:
-        negatives = logits.masked_fill(is_own, float("-inf")).logsumexp(1)
+        negatives = logits.masked_fill(is_target, float("-inf")).logsumexp(1)
     else:
-        negatives = rule.term(logits).masked_fill(is_own, 0.0).sum(1)
+        negatives = rule.term(logits).masked_fill(is_target, 0.0).sum(1)
     if torch.compiler.is_compiling():  # a sum is part of the pass over the logits, a gather one of its own
-        own = cosines.masked_fill(~is_own, 0.0).sum(1)
+        target = cosines.masked_fill(~is_target, 0.0).sum(1)
     else:
-        own = cosines.gather(1, labels.unsqueeze(1)).squeeze(1)
-    if low:  # the margin works on the own cosine, which deserves all its digits
-        own = own + (own_products(units, weight, labels, centres, unit) - own).detach()
+        target = cosines.gather(1, labels.unsqueeze(1)).squeeze(1)
+    if problem.low:  # the margin works on the target cosine, which deserves all its digits
+        target = target + (target_products(units, weight, labels, problem.subcentres, problem.unit) - target).detach()
+    lengths = problem.has_lengths
     return Statistics(
         negatives,
-        logits.masked_fill(is_own, 0.0).sum(1) if total else logits.new_empty(0),
-        own,
-        units.new_empty(0) if unit or centres > 1 else torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels],
+        logits.masked_fill(is_target, 0.0).sum(1) if problem.total else logits.new_empty(0),
+        target,
+        torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels] if lengths else units.new_empty(0),
     )
 
 
@@ -156,19 +160,19 @@ class _LowProduct(torch.autograd.Function):
         return torch.mm(grad, b.bfloat16()).to(a.dtype), by_b
 
 
-def class_cosines(units: Tensor, weight: Tensor, centres: int = 1, unit: bool = True, low: bool = False) -> Tensor:
-    """Products of ``(B, D)`` directions with every class, the closest centre of each: ``(B, C)``."""
+def class_cosines(units: Tensor, weight: Tensor, subcentres: int = 1, unit: bool = True, low: bool = False) -> Tensor:
+    """Products of ``(B, D)`` directions with every class, the closest sub-centre of each: ``(B, C)``."""
     prepared = weight.to(units.dtype)
     rows = normalise(prepared) if unit else prepared
     products = _LowProduct.apply(units, rows) if low else units @ rows.mT
     if unit:  # rounding beyond +-1 is removed without cutting the gradient
         products = products + (products.clamp(-1, 1) - products).detach()
-    return products if centres == 1 else products.unflatten(1, (-1, centres)).max(2).values
+    return products if subcentres == 1 else products.unflatten(1, (-1, subcentres)).max(2).values
 
 
-def own_products(units: Tensor, weight: Tensor, labels: Tensor, centres: int = 1, unit: bool = True) -> Tensor:
-    """Products of ``(B, D)`` directions with their own classes, the closest centre of each, no gradient: ``(B,)``."""
-    rows = weight.detach().unflatten(0, (-1, centres))[labels].to(units.dtype)
+def target_products(units: Tensor, weight: Tensor, labels: Tensor, subcentres: int = 1, unit: bool = True) -> Tensor:
+    """Products of ``(B, D)`` directions with their targets, the closest sub-centre of each, no gradient: ``(B,)``."""
+    rows = weight.detach().unflatten(0, (-1, subcentres))[labels].to(units.dtype)
     products = ((normalise(rows) if unit else rows) * units.detach().unsqueeze(1)).sum(2).amax(1)
     return products.clamp(-1, 1) if unit else products
 
@@ -191,14 +195,14 @@ class _Chunk(NamedTuple):
     inverse: Tensor | None  # 1 / norm of each row, of unit weights only
 
 
-def _chunks(weight: Tensor, batch: int, centres: int, unit: bool, dtype: torch.dtype) -> Any:
+def _chunks(weight: Tensor, batch: int, subcentres: int, unit: bool, dtype: torch.dtype) -> Any:
     """The classes in order, a bounded number at a time."""
-    classes = weight.shape[0] // centres
+    classes = weight.shape[0] // subcentres
     # A chunk of weights is copied, too: of a small batch it would be larger than the logits.
-    size = max(CHUNK_ELEMENTS // (max(batch, weight.shape[1]) * centres), 256)
+    size = max(CHUNK_ELEMENTS // (max(batch, weight.shape[1]) * subcentres), 256)
     for start in range(0, classes, size):
         stop = min(start + size, classes)
-        rows = weight[start * centres : stop * centres].to(dtype)
+        rows = weight[start * subcentres : stop * subcentres].to(dtype)
         if not unit:
             yield _Chunk(start, stop, rows, None)
             continue
@@ -215,193 +219,149 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _place(labels: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-    """Column of each sample's class in a chunk ``(B, 1)``, and whether the class is in it at all ``(B, 1)``."""
+    """Column of each sample's target in a chunk ``(B, 1)``, and whether it is in it at all ``(B, 1)``."""
     column = (labels - chunk.start).unsqueeze(1)
     inside = (column >= 0) & (column < chunk.stop - chunk.start)
     return column.clamp(0, chunk.stop - chunk.start - 1), inside
 
 
 def _put(matrix: Tensor, place: tuple[Tensor, Tensor], value: Tensor | float) -> Tensor:
-    """Set the own class' entries of a chunk in place."""
+    """Set the targets' entries of a chunk in place."""
     column, inside = place
     return matrix.scatter_(1, column, torch.where(inside, value, matrix.gather(1, column)))
 
 
-def _fused(
-    units: Tensor, rule: Negatives, offset: Tensor | None, bias: Tensor | None, centres: int, total: bool
-) -> Any:
+def _fused(problem: ClassProblem) -> Any:
     """The module of fused kernels where they can serve, else ``None``."""
-    plain = type(rule) is Plain and offset is None and bias is None and centres == 1 and not total
+    added = problem.offset is not None or problem.bias is not None or problem.total
+    plain = type(problem.rule) is Plain and problem.subcentres == 1 and not added
     if not plain or importlib.util.find_spec("triton") is None:
         return None
     from hypersphere.losses import fused  # noqa: PLC0415 (needs triton, which comes with torch for CUDA only)
 
-    return fused if fused.supported(units) else None
+    return fused if fused.supported(problem.units) else None
 
 
-@torch.library.custom_op("hypersphere::class_statistics", mutates_args=())
-def _statistics(
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    rule_key: str,
-    centres: int,
-    unit: bool,
-    total: bool,
-    low: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = lookup(rule_key)
-    own = own_products(units, weight, labels, centres, unit)
-    if unit or centres > 1:
-        length = own.new_empty(0)
-    else:
+class _Kept(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    result: Tensor
+    target: Tensor
+    half: Tensor
+    inverse: Tensor
+
+
+class _Upstream(NamedTuple):
+    """Gradients that arrive at the statistics."""
+
+    result: Tensor
+    total: Tensor | None
+    target: Tensor
+    length: Tensor | None
+
+
+_KINDS: dict[Any, str] = {
+    **{Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[Tensor]: "Tensor[]"},
+    **{Negatives: "str", int: "int", bool: "bool"},
+}
+
+
+def _schema(kind: Any, prefix: str = "") -> str:
+    """The fields of a tuple as arguments of an operation."""
+    return ", ".join(f"{_KINDS[annotation]} {prefix}{name}" for name, annotation in get_type_hints(kind).items())
+
+
+_PROBLEM = _schema(ClassProblem)
+_TENSORS = ("units", "weight", "labels", "scale", "offset", "bias")
+
+
+@torch.library.custom_op(
+    "hypersphere::class_statistics",
+    mutates_args=(),
+    schema=f"({_PROBLEM}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _statistics(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
+    units, weight, labels, rule = problem.units, problem.weight, problem.labels, problem.rule
+    target = target_products(units, weight, labels, problem.subcentres, problem.unit)
+    length = target.new_empty(0)
+    if problem.has_lengths:
         length = torch.linalg.vector_norm(weight[labels].to(units.dtype), dim=1)
     half, inverse = units.new_empty(0, dtype=torch.float16), units.new_empty(0)
-    if low and (fused := _fused(units, rule, offset, bias, centres, total)):
-        result, half, inverse = fused.log_sum_exp(units, weight, labels, scale, unit, keep)
-        return result, own.new_empty(0), own, length, half, inverse
-    low_type = torch.float16 if low else None
+    if problem.low and (fused := _fused(problem)):
+        result, half, inverse = fused.log_sum_exp(units, weight, labels, problem.scale, problem.unit, keep)
+        return result, target.new_empty(0), target, length, half, inverse
+    low_type = torch.float16 if problem.low else None
     result = units.new_full((len(units),), float("-inf") if rule.softmax else 0.0)
-    totals = torch.zeros_like(result) if total else result.new_empty(0)
-    for chunk in _chunks(weight, len(units), centres, unit, units.dtype):
+    totals = torch.zeros_like(result) if problem.total else result.new_empty(0)
+    for chunk in _chunks(weight, len(units), problem.subcentres, problem.unit, units.dtype):
         cosines = _product(units, chunk.weight.mT, low_type)
-        if centres > 1:
-            cosines = cosines.unflatten(1, (-1, centres)).amax(2)
-        logits = _logits(cosines, rule, parameters, scale, offset, bias, chunk)
+        if problem.subcentres > 1:
+            cosines = cosines.unflatten(1, (-1, problem.subcentres)).amax(2)
+        logits = _logits(cosines, problem, chunk)
         place = _place(labels, chunk)
-        if total:
+        if problem.total:
             totals += _put(logits.clone(), place, 0.0).sum(1)
         if rule.softmax:
             torch.logaddexp(result, _put(logits, place, float("-inf")).logsumexp(1), out=result)
         else:
             result += _put(rule.term(logits), place, 0.0).sum(1)
-    return result, totals, own, length, half, inverse
+    return result, totals, target, length, half, inverse
 
 
-def _logits(
-    cosines: Tensor,
-    rule: Negatives,
-    parameters: Sequence[Tensor],
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    chunk: _Chunk,
-) -> Tensor:
+def _logits(cosines: Tensor, problem: ClassProblem, chunk: _Chunk) -> Tensor:
     """Logits of a chunk; the memory of plain cosines is used again."""
-    part = None if bias is None else bias[chunk.start : chunk.stop]
-    if rule.plain and offset is None:
-        logits = cosines.mul_(scale.unsqueeze(1))
+    part = None if problem.bias is None else problem.bias[chunk.start : chunk.stop]
+    if problem.rule.plain and problem.offset is None:
+        logits = cosines.mul_(problem.scale.unsqueeze(1))
         return logits if part is None else logits.add_(part)
-    return scaled(rule.value(cosines, *parameters), scale, offset, part)
+    return scaled(problem.rule.value(cosines, *problem.parameters), problem.scale, problem.offset, part)
 
 
 @_statistics.register_fake
-def _(
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    rule_key: str,
-    centres: int,
-    unit: bool,
-    total: bool,
-    low: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
+    units, weight = problem.units, problem.weight
+    kept = problem.low and keep and _fused(problem) is not None  # the kernels' copy of the weights
     per_sample = units.new_empty(len(units))
     empty = units.new_empty(0)
     return (
         per_sample,
-        torch.empty_like(per_sample) if total else empty,
+        torch.empty_like(per_sample) if problem.total else empty,
         torch.empty_like(per_sample),
-        torch.empty_like(empty) if unit or centres > 1 else torch.empty_like(per_sample),
-        *_kept_shapes(units, weight, lookup(rule_key), offset, bias, centres, unit, total, low, keep),
-    )
-
-
-def _kept_shapes(
-    units: Tensor,
-    weight: Tensor,
-    rule: Negatives,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    centres: int,
-    unit: bool,
-    total: bool,
-    low: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """What the forward pass keeps for the backward pass, as far as its shapes."""
-    kept = low and keep and _fused(units, rule, offset, bias, centres, total) is not None
-    return (
+        torch.empty_like(per_sample) if problem.has_lengths else torch.empty_like(empty),
         weight.new_empty(weight.shape if kept else 0, dtype=torch.float16),
-        units.new_empty(len(weight) if kept and unit else 0),
+        units.new_empty(len(weight) if kept and problem.unit else 0),
     )
 
 
-@torch.library.custom_op("hypersphere::class_gradients", mutates_args=())
-def _gradients(
-    grad_result: Tensor,
-    grad_total: Tensor | None,
-    grad_own: Tensor,
-    grad_length: Tensor | None,
-    result: Tensor,
-    own: Tensor,
-    half: Tensor,
-    inverse: Tensor,
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    rule_key: str,
-    centres: int,
-    unit: bool,
-    low: bool,
-    weight_too: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hypersphere::class_gradients",
+    mutates_args=(),
+    schema=f"({_schema(_Upstream, 'grad_')}, {_schema(_Kept)}, {_PROBLEM}, bool weight_too) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients by units, weight, scale, offset and bias (empty where there is nothing to differentiate by)."""
-    if half.numel():
-        by_units, by_weight, by_scale = _fused_gradients(
-            grad_result,
-            grad_own,
-            grad_length,
-            result,
-            own,
-            half,
-            inverse,
-            units,
-            weight,
-            labels,
-            scale,
-            unit,
-            weight_too,
-        )
+    upstream, kept, problem, weight_too = _read(arguments)
+    units, weight, labels, scale = problem.units, problem.weight, problem.labels, problem.scale
+    if kept.half.numel():
+        by_units, by_weight, by_scale = _fused_gradients(upstream, kept, problem, weight_too)
         return by_units, by_weight, by_scale, units.new_empty(0), units.new_empty(0)
-    rule = lookup(rule_key)
+    rule, offset, bias, subcentres = problem.rule, problem.offset, problem.bias, problem.subcentres
     by_units = torch.zeros_like(units)
     by_weight = torch.empty_like(weight) if weight_too else units.new_empty(0)
     by_scale = torch.zeros_like(scale)
     by_offset = units.new_empty(0) if offset is None else torch.zeros_like(offset)
     by_bias = units.new_empty(0) if bias is None else torch.empty_like(bias)
-    forward_type, backward_type = (torch.float16, torch.bfloat16) if low else (None, None)
-    for chunk in _chunks(weight, len(units), centres, unit, units.dtype):
+    forward_type, backward_type = (torch.float16, torch.bfloat16) if problem.low else (None, None)
+    for chunk in _chunks(weight, len(units), subcentres, problem.unit, units.dtype):
         products = _product(units, chunk.weight.mT, forward_type)
-        cosines, closest = products.unflatten(1, (-1, centres)).max(2) if centres > 1 else (products, None)
-        values = rule.value(cosines, *parameters)
+        cosines, closest = products.unflatten(1, (-1, subcentres)).max(2) if subcentres > 1 else (products, None)
+        values = rule.value(cosines, *problem.parameters)
         place = _place(labels, chunk)
         logits = scaled(values, scale, offset, None if bias is None else bias[chunk.start : chunk.stop])
-        by_logits = _put(_by_logits(rule, logits, result, grad_result, grad_total), place, 0.0)
+        by_logits = _put(_by_logits(rule, logits, kept.result, upstream), place, 0.0)
         if bias is not None:
             by_bias[chunk.start : chunk.stop] = by_logits.sum(0)
         by_scale += torch.linalg.vecdot(by_logits, values if offset is None else values + offset)
@@ -409,49 +369,47 @@ def _gradients(
         if offset is not None:
             by_offset += by_cosines.sum()
         if not rule.plain:
-            by_cosines.mul_(rule.slope(cosines, *parameters))
-        _put(by_cosines, place, grad_own.unsqueeze(1))
+            by_cosines.mul_(rule.slope(cosines, *problem.parameters))
+        _put(by_cosines, place, upstream.target.unsqueeze(1))
         if closest is not None:
-            spread = by_cosines.new_zeros(*by_cosines.shape, centres)
+            spread = by_cosines.new_zeros(*by_cosines.shape, subcentres)
             by_cosines = spread.scatter_(2, closest.unsqueeze(2), by_cosines.unsqueeze(2)).flatten(1)
         by_units += _product(by_cosines, chunk.weight, backward_type)
         if weight_too:
             by_rows = _product(by_cosines.mT, units, backward_type)
-            by_weight[chunk.start * centres : chunk.stop * centres] = _tangent(by_rows, chunk)
-    if weight_too and grad_length is not None:
-        _add_length(by_weight, weight, labels, grad_length)
+            by_weight[chunk.start * subcentres : chunk.stop * subcentres] = _tangent(by_rows, chunk)
+    if weight_too and upstream.length is not None:
+        _add_length(by_weight, weight, labels, upstream.length)
     return by_units, by_weight, by_scale, by_offset, by_bias
 
 
+def _read(arguments: Sequence[Any]) -> tuple[_Upstream, _Kept, ClassProblem, bool]:
+    """The arguments of the gradients' operation."""
+    return _Upstream(*arguments[:4]), _Kept(*arguments[4:8]), ClassProblem.unpacked(arguments[8:-1]), arguments[-1]
+
+
 def _fused_gradients(
-    grad_result: Tensor,
-    grad_own: Tensor,
-    grad_length: Tensor | None,
-    result: Tensor,
-    own: Tensor,
-    half: Tensor,
-    inverse: Tensor,
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    unit: bool,
-    weight_too: bool,
+    upstream: _Upstream, kept: _Kept, problem: ClassProblem, weight_too: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by units, weight and scale from the kernels, with the own classes, which these leave out."""
+    """Gradients by units, weight and scale from the kernels, with the targets, which these leave out."""
     from hypersphere.losses import fused  # noqa: PLC0415 (needs triton, which comes with torch for CUDA only)
 
+    units, weight, labels, scale, unit = problem.units, problem.weight, problem.labels, problem.scale, problem.unit
     by_weight = torch.empty_like(weight, dtype=torch.float32) if weight_too else None
-    by_units, by_scale = fused.gradients(grad_result, result, units, half, inverse, labels, scale, unit, by_weight)
+    by_units, by_scale = fused.gradients(
+        upstream.result, kept.result, units, kept.half, kept.inverse, labels, scale, unit, by_weight
+    )
     rows = weight[labels].to(units.dtype)
     aim = normalise(rows) if unit else rows
-    by_units += grad_own.unsqueeze(1) * aim
+    by_units += upstream.target.unsqueeze(1) * aim
     if by_weight is None:
         return by_units, units.new_empty(0), by_scale
-    tangent = (units - own.unsqueeze(1) * aim) * inverse[labels].unsqueeze(1) if unit else units
-    by_weight.index_add_(0, labels, grad_own.unsqueeze(1) * tangent)
-    if grad_length is not None:
-        _add_length(by_weight, weight, labels, grad_length)
+    tangent = units
+    if unit:
+        tangent = (units - kept.target.unsqueeze(1) * aim) * kept.inverse[labels].unsqueeze(1)
+    by_weight.index_add_(0, labels, upstream.target.unsqueeze(1) * tangent)
+    if upstream.length is not None:
+        _add_length(by_weight, weight, labels, upstream.length)
     return by_units, by_weight.to(weight.dtype), by_scale
 
 
@@ -463,101 +421,67 @@ def _tangent(by_rows: Tensor, chunk: _Chunk) -> Tensor:
     return by_rows.addcmul_(chunk.weight, along, value=-1).mul_(chunk.inverse)
 
 
-def _by_logits(
-    rule: Negatives, logits: Tensor, result: Tensor, grad_result: Tensor, grad_total: Tensor | None
-) -> Tensor:
+def _by_logits(rule: Negatives, logits: Tensor, result: Tensor, upstream: _Upstream) -> Tensor:
     """Gradient of the reductions by every logit; the memory of the logits may be used again."""
     if rule.softmax:
-        gradient = logits.sub_(result.unsqueeze(1)).exp_().mul_(grad_result.unsqueeze(1))
+        gradient = logits.sub_(result.unsqueeze(1)).exp_().mul_(upstream.result.unsqueeze(1))
     else:
-        gradient = rule.term_slope(logits).mul_(grad_result.unsqueeze(1))
-    return gradient if grad_total is None else gradient.add_(grad_total.unsqueeze(1))
+        gradient = rule.term_slope(logits).mul_(upstream.result.unsqueeze(1))
+    return gradient if upstream.total is None else gradient.add_(upstream.total.unsqueeze(1))
 
 
 def _add_length(by_weight: Tensor, weight: Tensor, labels: Tensor, grad_length: Tensor) -> None:
-    """Add the gradient through the norms of the samples' own class weights."""
+    """Add the gradient through the norms of the samples' target weights."""
     rows = normalise(weight[labels].to(grad_length.dtype)) * grad_length.unsqueeze(1)
     by_weight.index_add_(0, labels, rows.to(by_weight.dtype))
 
 
 @_gradients.register_fake
-def _(
-    grad_result: Tensor,
-    grad_total: Tensor | None,
-    grad_own: Tensor,
-    grad_length: Tensor | None,
-    result: Tensor,
-    own: Tensor,
-    half: Tensor,
-    inverse: Tensor,
-    units: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    rule_key: str,
-    centres: int,
-    unit: bool,
-    low: bool,
-    weight_too: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    empty = units.new_empty(0)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, problem, weight_too = _read(arguments)
+    empty = problem.units.new_empty(0)
     return (
-        torch.empty_like(units),
-        torch.empty_like(weight) if weight_too else empty,
-        torch.empty_like(scale),
-        torch.empty_like(empty) if offset is None else torch.empty_like(offset),
-        torch.empty_like(empty) if bias is None else torch.empty_like(bias),
+        torch.empty_like(problem.units),
+        torch.empty_like(problem.weight) if weight_too else empty,
+        torch.empty_like(problem.scale),
+        torch.empty_like(empty) if problem.offset is None else torch.empty_like(problem.offset),
+        torch.empty_like(empty) if problem.bias is None else torch.empty_like(problem.bias),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    units, weight, labels, scale, offset, bias, parameters, *settings = inputs
-    result, _, own, _, half, inverse = output
+    problem = ClassProblem.unpacked(inputs[:-1])
+    result, _, target, _, half, inverse = output
     ctx.mark_non_differentiable(half, inverse)
     ctx.set_materialize_grads(False)  # a zero gradient of what is kept would be as large as the weights
-    ctx.save_for_backward(result, own, half, inverse, units, weight, labels, scale, offset, bias, *parameters)
-    ctx.settings = settings
+    tensors = [getattr(problem, name) for name in _TENSORS]
+    ctx.save_for_backward(result, target, half, inverse, *tensors, *problem.parameters)
+    # With the rule itself, which so lives until the backward pass, whatever becomes of its head.
+    ctx.settings = {name: value for name, value in problem._asdict().items() if name not in (*_TENSORS, "parameters")}
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | list[None] | None, ...]:
-    result, own, half, inverse, units, weight, labels, scale, offset, bias, *parameters = ctx.saved_tensors
-    rule_key, centres, unit, total, low, _ = ctx.settings
-    grad_result, grad_total, grad_own, grad_length = grads[:4]
-    by_units, by_weight, by_scale, by_offset, by_bias = _gradients(
-        torch.zeros_like(result) if grad_result is None else grad_result.contiguous(),
-        grad_total if total else None,
-        torch.zeros_like(own) if grad_own is None else grad_own.contiguous(),
-        None if unit or centres > 1 else grad_length,
-        result,
-        own,
-        half,
-        inverse,
-        units,
-        weight,
-        labels,
-        scale,
-        offset,
-        bias,
-        parameters,
-        rule_key,
-        centres,
-        unit,
-        low,
-        ctx.needs_input_grad[1],
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    kept = _Kept(*ctx.saved_tensors[:4])
+    tensors = dict(zip(_TENSORS, ctx.saved_tensors[4:], strict=False))
+    problem = ClassProblem(**tensors, **ctx.settings, parameters=ctx.saved_tensors[4 + len(tensors) :])
+    result, total, target, length = grads[:4]
+    upstream = _Upstream(
+        torch.zeros_like(kept.result) if result is None else result.contiguous(),
+        total if problem.total else None,
+        torch.zeros_like(kept.target) if target is None else target.contiguous(),
+        length if problem.has_lengths else None,
     )
-    return (
-        by_units,
-        by_weight if ctx.needs_input_grad[1] else None,
-        None,
-        by_scale,
-        None if offset is None else by_offset,
-        None if bias is None else by_bias,
-        [None] * len(parameters),
-        *([None] * len(ctx.settings)),
-    )
+    weight_too = ctx.needs_input_grad[1]
+    by_units, by_weight, by_scale, by_offset, by_bias = _gradients(*upstream, *kept, *problem.packed(), weight_too)
+    found = dict.fromkeys(ClassProblem._fields) | {
+        "units": by_units,
+        "weight": by_weight if weight_too else None,
+        "scale": by_scale,
+        "parameters": [None] * len(problem.parameters),
+        "offset": None if problem.offset is None else by_offset,
+        "bias": None if problem.bias is None else by_bias,
+    }
+    return (*found.values(), None)  # the last of whether to keep
 
 
 _statistics.register_autograd(_backward, setup_context=_setup)

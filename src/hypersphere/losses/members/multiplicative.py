@@ -13,7 +13,7 @@ from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import normalise
 from hypersphere.losses.head import MarginSize, MarginSoftmax, Steps, angular_function, losses
 from hypersphere.losses.negatives import Negatives, Riesz, Widened, as_column
-from hypersphere.losses.streaming import class_statistics
+from hypersphere.losses.streaming import ClassProblem, class_statistics
 from hypersphere.margins import Margin
 
 
@@ -256,7 +256,8 @@ class SphereFacePlus(ASoftmax):
         own = torch.arange(self.classes, device=labels.device) if labels.dim() == 2 else labels
         chunked = self._path_for(self.classes) == "chunked"  # the energy is of all classes, also where few are sampled
         units = normalise(weight[own]) if chunked else normalise(weight)[own]
-        found = class_statistics(units, self.weight, own, units.new_ones(len(units)), self.energy, chunked=chunked)
+        problem = ClassProblem(units, self.weight, own, units.new_ones(len(units)), self.energy)
+        found = class_statistics(problem, chunked=chunked)
         energy = self.energy_weight * found.negatives / (self.classes - 1)
         return labels @ energy if labels.dim() == 2 else energy
 
