@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.geometry import spherical_mean
-from hypersphere.metrics import identification
-from hypersphere.metrics.identification import (
-    Identification,
-    Rate,
-    identify,
-    megaface,
-    pool_templates,
-    score_pairs,
-    search,
-)
+from hypersphere.metrics import neighbours
+from hypersphere.metrics.identification import Identification, Rate, identify, megaface
+from hypersphere.metrics.neighbours import score_pairs, search
+from hypersphere.metrics.templates import pool_templates
 
 
 def circle(*radians):
@@ -102,7 +96,7 @@ def test_selection_from_a_stream_of_long_rows_with_ties(widths, k, levels, risin
     scores = torch.randint(levels, (6, sum(widths)), generator=generator).float()
     if rising:
         scores += torch.arange(sum(widths)) // 200
-    kept, first = identification._Best(k), 0
+    kept, first = neighbours._Best(k), 0
     for part in scores.split(widths, 1):
         kept.push(part.clone(), first)
         first += part.shape[1]
@@ -113,7 +107,7 @@ def test_selection_from_a_stream_of_long_rows_with_ties(widths, k, levels, risin
 def test_a_tie_with_the_block_of_the_best_goes_to_the_earlier_block():
     scores = torch.zeros(1, 256)
     scores[0, [3, 12, 20]] = torch.tensor([4.0, 5.0, 4.0])
-    assert identification._best(scores, 2)[1].tolist() == [[12, 3]]
+    assert neighbours._best(scores, 2)[1].tolist() == [[12, 3]]
 
 
 def test_all_scores_equal():
@@ -124,9 +118,9 @@ def test_all_scores_equal():
 
 def test_no_tile_is_larger_than_memory_allows(monkeypatch):
     sizes = []
-    push = identification._Best.push
+    push = neighbours._Best.push
     monkeypatch.setattr(
-        identification._Best, "push", lambda self, x, first: (sizes.append(x.numel()), push(self, x, first))[1]
+        neighbours._Best, "push", lambda self, x, first: (sizes.append(x.numel()), push(self, x, first))[1]
     )
     probes, gallery = torch.randn(100, 8), torch.randn(2000, 8)
     for memory in (3_000, 30_000, 300_000):

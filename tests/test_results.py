@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from hypersphere import recipe, results
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import METRICS
-from hypersphere.results import ResultRow, RowError, mean_and_interval, read_rows, write_pages, write_rows
+from hypersphere.metrics import mean_and_interval
+from hypersphere.results import ResultRow, RowError, read_rows, write_pages, write_rows
 from hypersphere.runs import RunFolder
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -67,11 +69,11 @@ def test_interval_is_that_of_students_t(count):
     mean, interval = mean_and_interval(values.tolist())
     assert mean == pytest.approx(values.mean())
     expected = scipy.stats.t.ppf(0.975, count - 1) * scipy.stats.sem(values)
-    assert interval == pytest.approx(expected, rel=1e-3)
+    assert interval == pytest.approx(expected, rel=1e-12)
 
 
 def test_interval_of_one_value():
-    assert mean_and_interval([2.5]) == (2.5, None)
+    assert mean_and_interval([2.5]) == (2.5, math.inf)
     assert mean_and_interval([2.0, 2.0]) == (2.0, 0.0)
 
 
@@ -220,7 +222,7 @@ def test_rows_average_the_seeds_of_each_recipe(make_run):
     accuracy, angle, single, _ = rows
     assert accuracy.mean == pytest.approx(55) and accuracy.unit == "%"
     expected = scipy.stats.t.ppf(0.975, 1) * scipy.stats.sem([50, 60])
-    assert accuracy.interval == pytest.approx(expected, rel=1e-3) and accuracy.seeds == (1, 2)
+    assert accuracy.interval == pytest.approx(expected, rel=1e-12) and accuracy.seeds == (1, 2)
     assert (angle.mean, angle.unit) == (pytest.approx(15), "°")
     assert (single.mean, single.interval, single.seeds) == (pytest.approx(90), None, (0,))
     assert accuracy.recipe_hash == angle.recipe_hash != single.recipe_hash

@@ -20,6 +20,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.metrics import verification
 from hypersphere.metrics.basic import equal_error_rate, flip_features, operating_points, pair_scores, pair_similarity
 from hypersphere.metrics.folds import _few_frames, fold_accuracy, lfw10, video_similarity, ytf10
+from hypersphere.metrics.intervals import student_quantile, wilson_interval
 from hypersphere.metrics.pair_stream import PairScores
 from hypersphere.metrics.verification import (
     Calibration,
@@ -31,7 +32,6 @@ from hypersphere.metrics.verification import (
     roc,
     tar_at_far,
     verification_summary,
-    wilson_interval,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:a FAR of")
@@ -402,8 +402,8 @@ def test_folds_that_cannot_be_judged_are_refused(change, message):
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 30])
 def test_student_quantile(freedom):
-    assert verification._student_quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=2e-3)
-    assert verification._student_quantile(0.9, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=2e-3)
+    assert student_quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12)
+    assert student_quantile(0.9, freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=1e-12)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (5950, 6000)])

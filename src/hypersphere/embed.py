@@ -20,7 +20,7 @@ from hypersphere.data.splits import DataError, FolderSplit
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.evaluate import fingerprint
 from hypersphere.metrics import flip_features
-from hypersphere.metrics.identification import _same
+from hypersphere.metrics.neighbours import matching_pairs
 from hypersphere.recipe import Recipe
 from hypersphere.runs import RunError, RunFolder, build, load_checkpoint
 
@@ -103,7 +103,7 @@ def all_pairs(found: Sequence[Photo], most: int = 200_000, seed: int = 0) -> Pai
     numbers: dict[str, int] = {}
     people = torch.tensor([numbers.setdefault(photo.person, len(numbers)) for photo in found])
     generator = torch.Generator().manual_seed(seed)
-    genuine = torch.stack(_same(people, people.argsort(stable=True), people))
+    genuine = torch.stack(matching_pairs(people, people.argsort(stable=True), people))
     count = len(people)
     if count**2 <= 8 * most:
         impostors = torch.triu_indices(count, count, 1)

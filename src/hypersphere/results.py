@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hypersphere.errors import HypersphereError, check_choice
 from hypersphere.evaluate import METRICS
+from hypersphere.metrics import mean_and_interval
 from hypersphere.recipe import Recipe
 from hypersphere.runs import RunFolder
-
-# Two-sided 95 % points of Student's t by degrees of freedom, and of the normal distribution.
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_NORMAL = 1.959964
 
 PAGES = {
     "result": ("results.md", "Results", "What the recipes give, as measured."),
@@ -61,28 +57,6 @@ class ResultRow:
     recipe_hash: str | None = None
     published: str | None = None
     note: str | None = None
-
-
-def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half width of its 95 % confidence interval (Student's t); no interval for a single value.
-
-    Example:
-        >>> mean_and_interval([1.0, 2.0, 3.0])
-        (2.0, 2.4843...)
-    """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, None
-    degrees = len(values) - 1
-    return mean, _student_t(degrees) * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def _student_t(degrees: int) -> float:
-    """Two-sided 95 % point: the table, beyond it the expansion around the normal point (good to 1e-3)."""
-    if degrees <= len(_STUDENT_T):
-        return _STUDENT_T[degrees - 1]
-    z = _NORMAL
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def read_rows(folder: Path) -> list[ResultRow]:
@@ -160,7 +134,7 @@ def rows_from_runs(
                     metric=(matrix and recipe.name.partition("-")[2]) or METRICS[key].title,
                     unit="%" if percent else "°" if METRICS[key].form.endswith("°") else "",
                     mean=mean,
-                    interval=interval,
+                    interval=interval if math.isfinite(interval) else None,
                     seeds=tuple(sorted(member.seed for member, _ in members)),
                     command=facts["command"],
                     version=facts["version"],

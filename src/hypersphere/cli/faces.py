@@ -51,7 +51,7 @@ from hypersphere.metrics import (
     verification_summary,
 )
 from hypersphere.metrics import identify as identify_features
-from hypersphere.metrics.identification import KINDS, Kind
+from hypersphere.metrics.neighbours import KINDS, Kind
 from hypersphere.report.faces import VerificationPage, write_verification
 from hypersphere.runs import RunFolder, atomic_write
 from hypersphere.train import pick_device

@@ -2,7 +2,7 @@
 
 from hypersphere.evaluate.faces import lfw
 from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
-from hypersphere.evaluate.named import TemplateResults, ijb, named_protocols
+from hypersphere.evaluate.named import named_protocols
 from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, columns, evaluations, measure, table
 from hypersphere.evaluate.robustness import CHECKS, explain
 
@@ -14,12 +14,10 @@ __all__ = [
     "Match",
     "Metric",
     "Outputs",
-    "TemplateResults",
     "columns",
     "evaluations",
     "explain",
     "fingerprint",
-    "ijb",
     "lfw",
     "measure",
     "named_protocols",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_range
 from hypersphere.geometry import at_least_float32, normalise, spherical_mean
-from hypersphere.metrics.identification import MEMORY, search
+from hypersphere.metrics.neighbours import MEMORY, search
 from hypersphere.metrics.verification import Calibration
 
 _FORMAT, _KEY = 1, "hypersphere_gallery"

@@ -1,10 +1,11 @@
 """Published evaluation protocols by name: ``lfw10``, ``ytf10``, ``megaface`` and ``ijb``.
 
 A protocol takes features of a benchmark (tensors) and what the benchmark says about them, and returns numbers with
-intervals and in words. The same functions are members of :mod:`hypersphere.evaluate`; here they have names, which
+intervals and in words. The same functions are members of :mod:`hypersphere.metrics`; here they have names, which
 ``hypersphere list protocols`` shows with their options.
 
 Example:
+    >>> import torch
     >>> left, right = torch.tensor([[1.0, 0.1], [1.0, 0.0]] * 2), torch.tensor([[1.0, 0.2], [0.0, 1.0]] * 2)
     >>> same, folds = torch.tensor([True, False] * 2), torch.tensor([0, 0, 1, 1])
     >>> named_protocols.create("lfw10", left, right, same, folds, variant="insightface").value
@@ -13,25 +14,9 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from hypersphere.errors import ArgumentError
-from hypersphere.metrics.folds import lfw10, ytf10
-from hypersphere.metrics.identification import (
-    MEMORY,
-    Identification,
-    Kind,
-    identify,
-    megaface,
-    pool_templates,
-    score_pairs,
-)
-from hypersphere.metrics.verification import Verification, verification_summary
+from hypersphere.metrics import ijb, lfw10, megaface, ytf10
 from hypersphere.registry import Registry
 
 named_protocols: Registry[Any] = Registry(
@@ -48,121 +33,4 @@ named_protocols: Registry[Any] = Registry(
 named_protocols.register("lfw10", aliases=("lfw",))(lfw10)
 named_protocols.register("ytf10", aliases=("ytf",))(ytf10)
 named_protocols.register("megaface")(megaface)
-
-
-@dataclass(frozen=True)
-class TemplateResults:
-    """What :func:`ijb` found.
-
-    Attributes:
-        verification: TAR at the wanted rates, AUC and equal-error rate of the pairs of templates; empty without pairs.
-        identification: Ranks of the probe templates in the gallery; ``None`` without a gallery.
-    """
-
-    verification: Mapping[str, Verification]
-    identification: Identification | None
-
-    def __str__(self) -> str:
-        lines = [f"{name}: {found}" for name, found in self.verification.items()]
-        return "\n".join([*lines, *([] if self.identification is None else [str(self.identification)])])
-
-
-@named_protocols.register("ijb", aliases=("ijb-b", "ijb-c"))
-def ijb(
-    features: Tensor,
-    templates: Tensor | Sequence[Any],
-    media: Tensor | Sequence[Any],
-    subjects: Tensor | Sequence[Any],
-    *,
-    pairs: Sequence[tuple[Any, Any]] | Tensor | None = None,
-    gallery: Sequence[Any] | Tensor | None = None,
-    probes: Sequence[Any] | Tensor | None = None,
-    fars: Sequence[float] = (1e-4, 1e-3, 1e-2),
-    ranks: Sequence[int] = (1, 5, 10),
-    fpirs: Sequence[float] = (0.01, 0.1),
-    unit: bool = False,
-    kind: Kind = "cosine",
-    samples: int = 1000,
-    memory: int = MEMORY,
-) -> TemplateResults:
-    """Templates of several images, as in IJB-A, -B and -C: TAR at FAR of pairs, ranks and open-set DIR at FPIR.
-
-    A template's feature is :func:`~hypersphere.metrics.pool_templates`: the mean over its media of the mean over the
-    images of a medium. Probe templates of subjects that are not in the gallery are the open set.
-
-    Args:
-        features: ``(N, D)``, one an image.
-        templates: ``(N,)`` template of each image: whole numbers or names.
-        media: ``(N,)`` medium of each image (a photograph, a video).
-        subjects: ``(N,)`` who is on each image; a template is of one subject.
-        pairs: Pairs of templates for verification, ``(L, 2)``.
-        gallery: Templates of the gallery, with probes.
-        probes: Templates that are looked for.
-        fars: False accept rates of the pairs.
-        ranks: Ranks to report.
-        fpirs: False positive identification rates to report.
-        unit: Average directions, not features as they are.
-        kind: As in :func:`~hypersphere.metrics.search`.
-        samples: Draws of the bootstrap; take fewer for millions of pairs.
-        memory: As in :func:`~hypersphere.metrics.search`.
-
-    Example:
-        >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.2], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])
-        >>> found = ijb(features, [1, 1, 2, 3, 4], [1, 2, 3, 4, 5], "aaabb", gallery=[1, 3], probes=[2, 4])
-        >>> found.identification.rank
-        tensor([1, 1])
-    """
-    if (gallery is None) != (probes is None):
-        raise ArgumentError("gallery" if gallery is None else "probes", "must be given, too: they go together")
-    if pairs is None and gallery is None:
-        raise ArgumentError("pairs", "or gallery and probes must be given: there is nothing to compare")
-    names, pooled = pool_templates(features, templates, media, unit=unit)
-    place = {name: index for index, name in enumerate(names)}
-    owner = _owners(_plain(templates), _plain(subjects), len(features))
-
-    def places(argument: str, chosen: Sequence[Any]) -> Tensor:
-        unknown = next((name for name in chosen if name not in place), None)
-        if unknown is not None:
-            raise ArgumentError(argument, f"must be templates that have images, got {unknown!r}")
-        return torch.tensor([place[name] for name in chosen], dtype=torch.int64, device=pooled.device)
-
-    verification: Mapping[str, Verification] = {}
-    if pairs is not None:
-        listed = _plain(pairs)
-        first, second = ([pair[side] for pair in listed] for side in (0, 1))
-        rows = torch.stack([places("pairs", first), places("pairs", second)], 1)
-        number: dict[Any, int] = {}
-        left, right = (
-            torch.tensor([number.setdefault(owner[name], len(number)) for name in side]) for side in (first, second)
-        )
-        scores = score_pairs(pooled, pooled, rows, kind=kind, memory=memory).cpu()
-        verification = verification_summary(scores, left == right, fars=fars, identities=(left, right), samples=samples)
-    identification = None
-    if gallery is not None and probes is not None:
-        enrolled, looked = _plain(gallery), _plain(probes)
-        identification = identify(
-            pooled[places("probes", looked)],
-            [owner[name] for name in looked],
-            pooled[places("gallery", enrolled)],
-            [owner[name] for name in enrolled],
-            ranks=ranks,
-            fpirs=fpirs,
-            kind=kind,
-            memory=memory,
-        )
-    return TemplateResults(verification, identification)
-
-
-def _plain(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _owners(templates: list[Any], subjects: list[Any], count: int) -> dict[Any, Any]:
-    """The subject of each template."""
-    if len(subjects) != count or len(templates) != count:
-        raise ArgumentError("subjects", f"must name each of {count} features, got {len(subjects)}")
-    owner: dict[Any, Any] = {}
-    for template, subject in zip(templates, subjects, strict=True):
-        if owner.setdefault(template, subject) != subject:
-            raise ArgumentError("subjects", f"must be one for each template, got two for {template!r}")
-    return owner
+named_protocols.register("ijb", aliases=("ijb-b", "ijb-c"))(ijb)

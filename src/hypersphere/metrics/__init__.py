@@ -15,16 +15,11 @@ from hypersphere.metrics.basic import (
     pair_similarity,
 )
 from hypersphere.metrics.folds import fold_accuracy, lfw10, video_similarity, ytf10
-from hypersphere.metrics.identification import (
-    Identification,
-    Rate,
-    identify,
-    megaface,
-    pool_templates,
-    score_pairs,
-    search,
-)
+from hypersphere.metrics.identification import Identification, Rate, identify, megaface
+from hypersphere.metrics.intervals import mean_and_interval, student_quantile, wilson_interval
+from hypersphere.metrics.neighbours import score_pairs, search
 from hypersphere.metrics.pair_stream import PairScores
+from hypersphere.metrics.templates import TemplateResults, ijb, pool_templates
 from hypersphere.metrics.verification import (
     Calibration,
     Det,
@@ -38,7 +33,6 @@ from hypersphere.metrics.verification import (
     roc,
     tar_at_far,
     verification_summary,
-    wilson_interval,
 )
 
 __all__ = [
@@ -49,6 +43,7 @@ __all__ = [
     "PairScores",
     "Rate",
     "Roc",
+    "TemplateResults",
     "Verification",
     "accuracy",
     "auc",
@@ -59,7 +54,9 @@ __all__ = [
     "flip_features",
     "fold_accuracy",
     "identify",
+    "ijb",
     "lfw10",
+    "mean_and_interval",
     "megaface",
     "pair_scores",
     "pair_similarity",
@@ -68,6 +65,7 @@ __all__ = [
     "roc",
     "score_pairs",
     "search",
+    "student_quantile",
     "tar_at_far",
     "verification_summary",
     "video_similarity",

@@ -16,12 +16,8 @@ from hypersphere.metrics.basic import (
     flip_features,
     operating_points,
 )
-from hypersphere.metrics.verification import (
-    Verification,
-    _check_level,
-    _student_quantile,
-    wilson_interval,
-)
+from hypersphere.metrics.intervals import check_level, student_quantile, wilson_interval
+from hypersphere.metrics.verification import Verification
 
 
 def _check_folds(folds: Tensor, pairs: int) -> int:
@@ -95,7 +91,7 @@ def fold_accuracy(
         (3 genuine and 3 impostor pairs)
     """
     check_choice("ties", ties, ("mean", "first", "last"))
-    _check_level(level)
+    check_level(level)
     if scores.dim() == 1:
         scores = scores.unsqueeze(0)
     if scores.dim() != 2 or not len(scores):
@@ -123,7 +119,7 @@ def fold_accuracy(
     answers = torch.where(same, scores > line, (scores < line) if strict else (scores <= line))
     accuracies = (answers & test).sum(1).double() / test.sum(1)
     value, error = float(accuracies.mean()), float(accuracies.std()) / math.sqrt(count)
-    half = _student_quantile(level, count - 1) * error
+    half = student_quantile(level, count - 1) * error
     genuine = int(same.count_nonzero())
     return Verification(
         "accuracy",
@@ -290,7 +286,7 @@ def _lfw_scores(left: Tensor, right: Tensor, folds: Tensor, variant: str, centre
 
 def _best_accuracy(scores: Tensor, same: Tensor, level: float, words: str) -> Verification:
     """Accuracy at the best of all thresholds on all pairs."""
-    _check_level(level)
+    check_level(level)
     thresholds, false_accepts, true_accepts = operating_points(scores, same)
     genuine, impostors = int(true_accepts[-1]), int(false_accepts[-1])
     check_both_kinds(genuine, impostors)

@@ -22,7 +22,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +35,10 @@ from hypersphere.metrics.basic import (
     equal_error_rate,
     operating_points,
 )
+from hypersphere.metrics.intervals import Interval, check_level, wilson_interval
 
 BOOTSTRAP_ELEMENTS = 2**22
 """Most pair weights of the bootstrap that are held at a time (draws times pairs)."""
-
-Interval = tuple[float, float]
 
 BLOCK = 64
 """Scores of which only the largest is looked at first."""
@@ -323,42 +321,6 @@ class Verification:
         )
 
 
-def wilson_interval(successes: float, trials: int, level: float = 0.95) -> Interval:
-    """Wilson's interval of a share of independent trials; not empty at shares 0 and 1.
-
-    Example:
-        >>> tuple(round(bound, 4) for bound in wilson_interval(0, 100))
-        (0.0, 0.037)
-    """
-    check_range("trials", trials, 1)
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    share, weight = successes / trials, z * z / trials
-    middle = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def _student_quantile(level: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t: closed forms for 1 and 2 degrees of freedom, else within 0.2 % at 95 %."""
-    if freedom == 1:
-        return math.tan(math.pi * level / 2)
-    if freedom == 2:
-        return level * math.sqrt(2 / (1 - level * level))
-    z = NormalDist().inv_cdf((1 + level) / 2)  # and its expansion in 1 / freedom
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ArgumentError("level", f"must be between 0 and 1, got {level}")
-
-
 # ---------------------------------------------------------------------------------------------------- bootstrap
 
 
@@ -509,7 +471,7 @@ def verification_summary(
         3 identities (3 genuine and 12 impostor pairs)
     """
     scores, same = check_pairs(scores, same)
-    _check_level(level)
+    check_level(level)
     genuine = int(same.count_nonzero())
     impostors = len(same) - genuine
     points = tar_at_far(scores, same, fars) if fars else []
@@ -649,7 +611,7 @@ def calibrate(
     check_range("target_far", target_far, 0, open_low=True)
     if target_far >= 1:
         raise ArgumentError("target_far", f"must be less than 1, got {target_far}")
-    _check_level(level)
+    check_level(level)
     (point,) = tar_at_far(scores, same, target_far)
     genuine = int(same.count_nonzero())
     thresholds, fars, tars, valid = [], [], [], []
