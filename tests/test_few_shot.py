@@ -25,12 +25,13 @@ from hypersphere.data import DataError, FolderSplit, TensorSplit, inventory, loa
 from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import METRICS, Outputs, measure
+from hypersphere.metrics import EpisodeClassifiers, classify, mean_and_interval, sample_episodes
+from hypersphere.metrics import episodes as module
 from hypersphere.report.sections import sections
 from hypersphere.runs import RunFolder
 from hypersphere.tasks.few_shot import data as data_module
-from hypersphere.tasks.few_shot import evaluation as module
+from hypersphere.tasks.few_shot import evaluation
 from hypersphere.tasks.few_shot.data import FewShotDataset, divide
-from hypersphere.tasks.few_shot.evaluation import EpisodeClassifiers, classify, mean_and_interval, sample_episodes
 from hypersphere.tasks.few_shot.figures import accuracy_by_shots, few_shot_figures
 from hypersphere.train.trainer import Trainer
 
@@ -309,15 +310,15 @@ def test_support_and_queries_of_different_episodes_are_refused(query):
 def test_the_interval_is_that_of_published_results():
     rng = np.random.default_rng(0)
     values = rng.uniform(0.3, 0.9, 600)
-    mean, interval = mean_and_interval(torch.from_numpy(values))
+    mean, interval = mean_and_interval(torch.from_numpy(values), "normal")
     assert mean == pytest.approx(np.mean(values), abs=1e-12)
     assert interval == pytest.approx(1.96 * np.std(values) / np.sqrt(600), abs=1e-12)
     # The normal interval of scipy, but for the rounding of 1.96 and the divisor of the variance.
     low, high = stats.norm.interval(0.95, loc=values.mean(), scale=stats.sem(values))
     assert interval == pytest.approx((high - low) / 2, rel=2e-3)
-    assert mean_and_interval(torch.tensor([0.25])) == (0.25, 0.0)
-    with pytest.raises(ArgumentError, match=r"accuracies must have shape .* not be empty"):
-        mean_and_interval(torch.zeros(0))
+    assert mean_and_interval(torch.tensor([0.25]), "normal") == (0.25, 0.0)
+    with pytest.raises(ArgumentError, match=r"values must have shape .* not be empty"):
+        mean_and_interval(torch.zeros(0), "normal")
 
 
 def blobs(classes=8, each=30, dim=12, spread=0.6, seed=0):
@@ -360,11 +361,11 @@ def test_the_evaluation_is_the_mean_over_episodes_that_are_done_one_by_one(class
 def test_many_episodes_are_classified_piece_by_piece(monkeypatch):
     features, labels = blobs(spread=1.5)
     settings_ = [{"name": "few-shot", "ways": 3, "shots": 2, "queries": 6, "episodes": 50, "classifier": "nearest"}]
-    monkeypatch.setattr(module, "CHUNK", 20)
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
     sizes = []
-    original = module.classify
+    original = evaluation.classify
     monkeypatch.setattr(
-        module, "classify", lambda s, *rest, **options: sizes.append(len(s)) or original(s, *rest, **options)
+        evaluation, "classify", lambda s, *rest, **options: sizes.append(len(s)) or original(s, *rest, **options)
     )
     found = measure(outputs(features, labels), settings_)
     assert sizes == [20, 20, 10] and 0.34 < found["few_shot_2"] < 1

@@ -26,13 +26,13 @@ from hypersphere.energy import DiscriminatorMHE, energies, hyperspherical_energy
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.losses import GANLoss, losses
+from hypersphere.metrics import class_balance, feature_distance, frechet_distance, generation_score
 from hypersphere.models import create, models
 from hypersphere.report.sections import sections
 from hypersphere.runs import RunError, RunFolder
 from hypersphere.tasks.generation import evaluation as generation
 from hypersphere.tasks.generation import figures as sample_figures
 from hypersphere.tasks.generation import models as gans
-from hypersphere.tasks.generation.evaluation import class_balance, feature_distance, frechet_distance, generation_score
 from hypersphere.train import Trainer
 
 WA = torch.tensor([[1, 2, 2], [-1, 0.5, 3], [0.3, -2, 1], [2, -1, -1]], dtype=torch.float64)

@@ -14,7 +14,9 @@ from hypersphere.metrics.basic import (
     pair_scores,
     pair_similarity,
 )
+from hypersphere.metrics.episodes import EpisodeClassifiers, Episodes, classify, sample_episodes
 from hypersphere.metrics.folds import fold_accuracy, lfw10, video_similarity, ytf10
+from hypersphere.metrics.generation import class_balance, feature_distance, frechet_distance, generation_score
 from hypersphere.metrics.identification import Identification, Rate, identify, megaface
 from hypersphere.metrics.intervals import mean_and_interval, student_quantile, wilson_interval
 from hypersphere.metrics.neighbours import score_pairs, search
@@ -38,6 +40,8 @@ from hypersphere.metrics.verification import (
 __all__ = [
     "Calibration",
     "Det",
+    "EpisodeClassifiers",
+    "Episodes",
     "Identification",
     "OperatingPoint",
     "PairScores",
@@ -48,11 +52,16 @@ __all__ = [
     "accuracy",
     "auc",
     "calibrate",
+    "class_balance",
     "class_centres",
+    "classify",
     "det",
     "equal_error_rate",
+    "feature_distance",
     "flip_features",
     "fold_accuracy",
+    "frechet_distance",
+    "generation_score",
     "identify",
     "ijb",
     "lfw10",
@@ -63,6 +72,7 @@ __all__ = [
     "pool_templates",
     "rates_at",
     "roc",
+    "sample_episodes",
     "score_pairs",
     "search",
     "student_quantile",
