@@ -204,7 +204,7 @@ def classification(outputs: Outputs) -> dict[str, float]:
 @evaluations.register("per-class")
 def per_class(outputs: Outputs) -> dict[str, float]:
     """Test accuracy of every class that has test samples: ``accuracy/0``, ``accuracy/1`` and so on."""
-    counts, shares = _class_accuracies(outputs)
+    counts, shares = class_accuracies(outputs)
     return {f"accuracy/{index}": shares[index] for index, count in enumerate(counts) if count}
 
 
@@ -214,14 +214,19 @@ def rare(outputs: Outputs) -> dict[str, float]:
     trained = outputs.class_counts
     if trained is None:
         return {}
-    counts, shares = _class_accuracies(outputs)
+    counts, shares = class_accuracies(outputs)
     few = (2 * trained < trained.max()).tolist()
     found = [share for share, count, is_rare in zip(shares, counts, few, strict=True) if is_rare and count]
     return {"rare_accuracy": sum(found) / len(found)} if found else {}
 
 
-def _class_accuracies(outputs: Outputs) -> tuple[list[int], list[float]]:
-    """Number of test samples of each class, and the share of right answers among them."""
+def class_accuracies(outputs: Outputs) -> tuple[list[int], list[float]]:
+    """Number of test samples of each class, and the share of right answers among them.
+
+    Example:
+        >>> class_accuracies(Outputs(torch.eye(2), torch.eye(2), torch.tensor([0, 0]), torch.eye(2)))
+        ([2, 0], [0.5, 0.0])
+    """
     classes = outputs.logits.shape[1]
     counts = outputs.labels.bincount(minlength=classes)
     right = outputs.labels[outputs.logits.argmax(1) == outputs.labels].bincount(minlength=classes)

@@ -12,10 +12,10 @@ from hypersphere.models.networks import (
     Layer,
     Shape,
     _activation,
-    _check_each,
     _conv_block,
     _OnMaps,
     _ResidualUnit,
+    check_each,
     models,
 )
 from hypersphere.nn import factory
@@ -84,7 +84,7 @@ class SphereFaceNet(nn.Module):
             raise ArgumentError(
                 "widths", f"must hold one number for each of the {len(self.units)} stages, got {widths}"
             )
-        _check_each("widths", widths)
+        check_each("widths", widths)
         later, plain = variant == "opensphere", factory(norm) is nn.Identity
         if act is None:
             act = "relu" if later else "prelu"

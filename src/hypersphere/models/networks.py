@@ -124,8 +124,15 @@ def _initialise(model: nn.Module, init: str) -> None:
             nn.init.zeros_(module.bias)
 
 
-def _set_batch_norm(model: nn.Module, eps: float | None, momentum: float | None) -> None:
-    """Set the constants of batch normalisation where they are given."""
+def set_batch_norm(model: nn.Module, eps: float | None, momentum: float | None) -> None:
+    """Set the constants of batch normalisation, in all layers of a model, where they are given.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(4)
+        >>> set_batch_norm(layer, 1e-3, None)
+        >>> layer.eps, layer.momentum
+        (0.001, 0.1)
+    """
     if eps is not None:
         check_range("bn_eps", eps, 0, open_low=True)
     if momentum is not None:
@@ -141,7 +148,14 @@ def _check_size(shape: Shape, factor: int) -> None:
         raise ArgumentError("shape", f"must be at least {factor} pixels high and wide here, got {shape}")
 
 
-def _check_each(argument: str, values: tuple[int, ...], low: int = 1) -> None:
+def check_each(argument: str, values: tuple[int, ...], low: int = 1) -> None:
+    """Raise :class:`ArgumentError` unless each of several sizes is at least ``low``.
+
+    Example:
+        >>> check_each("widths", (8, 0))
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: widths must be at least 1, got 0
+    """
     for value in values:
         check_range(argument, value, low)
 
@@ -228,8 +242,8 @@ class PlainCNN(nn.Module):
         check_choice("stem", stem, tuple(_STEMS))
         check_choice("pool", pool, tuple(_POOLS))
         check_range("convs_per_unit", convs_per_unit, 1)
-        _check_each("widths", widths)
-        _check_each("hidden", hidden)
+        check_each("widths", widths)
+        check_each("hidden", hidden)
         if kernel < 1 or kernel % 2 == 0:
             raise ArgumentError("kernel", f"must be odd and at least 1, got {kernel}")
         if stem != "none" and not widths:
@@ -266,7 +280,7 @@ class PlainCNN(nn.Module):
             _activation(act, self.dim, slope) if fc_act else nn.Identity(),
         )
         _initialise(self, init)
-        _set_batch_norm(self, bn_eps, bn_momentum)
+        set_batch_norm(self, bn_eps, bn_momentum)
 
     def forward(self, images: Tensor) -> Tensor:
         """Features ``(B, dim)`` of images ``(B, C, H, W)``."""
@@ -490,7 +504,7 @@ class ResNet(nn.Module):
         self.embed = nn.Identity() if dim is None else factory(linear)(channels, dim)
         self.dim = channels if dim is None else dim
         _initialise(self, init)
-        _set_batch_norm(self, bn_eps, bn_momentum)
+        set_batch_norm(self, bn_eps, bn_momentum)
 
     def forward(self, images: Tensor) -> Tensor:
         """Features ``(B, dim)`` of images ``(B, C, H, W)``."""
@@ -508,7 +522,7 @@ def _check_stages(units: tuple[int, ...], widths: tuple[int, ...], strides: tupl
             raise ArgumentError(
                 name, f"must hold one number for each of the {max(len(widths), 1)} stages, got {values}"
             )
-        _check_each(name, values, low)
+        check_each(name, values, low)
 
 
 @models.register("cifar-resnet", aliases=("resnet-cifar",))

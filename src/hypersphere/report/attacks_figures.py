@@ -9,7 +9,7 @@ import numpy as np
 
 from hypersphere.evaluate.robustness import CHECKS, explain
 from hypersphere.report import geometry
-from hypersphere.report.figures import FRAME, Figure, _coordinates, _layout, _legend, color, numbers, text
+from hypersphere.report.figures import FRAME, Figure, color, coordinates, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.geometry import Floats
 from hypersphere.report.sections import Picture, Section, figures
 
@@ -72,11 +72,11 @@ def _curve(found: Mapping[str, Any]) -> Picture:
                 | {"marker": {"color": color(index), "symbol": "diamond-open", "size": 11, "line": {"width": 2}}}
                 | {"hovertemplate": "%{y:.1f} % right, made by another model<extra>%{fullData.name}</extra>"}
             )
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "budget of every pixel, of 255"}, "automargin": True, "rangemode": "tozero"},
         yaxis={"automargin": True, "ticksuffix": " %", "rangemode": "tozero"},
         hovermode="closest",
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
     )
     diamonds = " Diamonds: attacks made with the gradients of another model." if len(traces) > len(names) else ""
     caption = f"At budget 0 the images are as they were. A robust model falls late.{diamonds}"
@@ -92,7 +92,7 @@ def _checks(values: Floats) -> Picture:
         | {"marker": {"color": [color(1 if bad else 0) for bad, _ in said][::-1]}}
         | {"customdata": [words for _, words in said][::-1], "hovertemplate": "%{customdata}<extra></extra>"}
     )
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "percentage points"}, "automargin": True, "nticks": 6},
         yaxis={"automargin": True, "showgrid": False, "ticklabelstandoff": 6},
         showlegend=False,
@@ -138,17 +138,17 @@ def _features(found: Mapping[str, Any], names: list[str]) -> list[Picture]:
     ):
         traces = [
             {"type": "scatter", "mode": "markers", "name": text(names[label] if label < len(names) else label)}
-            | _coordinates(points[labels == label])
+            | coordinates(points[labels == label])
             | {"marker": {"color": color(label), "size": 5} | {"symbol": _symbols(wrong[labels == label])}}
             | {"hovertemplate": "<b>%{fullData.name}</b><extra></extra>"}
             for label in map(int, np.unique(labels))
         ]
         axis = {"showgrid": False, "automargin": True, "zeroline": True}
-        layout = _layout(
+        layout = plotly_layout(
             xaxis=axis | {"range": [*numbers((low[0] - margin[0], high[0] + margin[0]))]},
             yaxis=axis | {"range": [*numbers((low[1] - margin[1], high[1] + margin[1]))]},
             hovermode="closest",
-            legend=_legend(y=-0.08, yanchor="top"),
+            legend=plotly_legend(y=-0.08, yanchor="top"),
         )
         pictures.append(Picture(title, {"data": traces, "layout": layout}, caption, "sphere"))
     return pictures
@@ -180,7 +180,7 @@ def _images(images: Any, classes: Any, names: list[str]) -> Picture:
         for place, (before, after) in enumerate(classes.T.tolist())
     ]
     hidden = {"visible": False, "automargin": False}
-    layout = _layout(
+    layout = plotly_layout(
         xaxis=hidden,
         yaxis=hidden | {"scaleanchor": "x", "range": [rows * tall + 36, 0]},
         annotations=labels,
@@ -204,13 +204,13 @@ def _deepfool(found: Mapping[str, Any]) -> Picture:
             | {"line": {"color": color(index), "width": 2, "dash": "solid" if norm == "l2" else "dot"}}
             | {"hovertemplate": "%{x:.0f} % of the images need less than %{y:.3~g}<extra>%{fullData.name}</extra>"}
         )
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "images, sorted"}, "automargin": True, "ticksuffix": " %"},
         yaxis={"title": {"text": "l2"}, "automargin": True, "rangemode": "tozero", "nticks": 6},
         yaxis2={"title": {"text": "l-inf"}, "automargin": True, "rangemode": "tozero", "nticks": 6}
         | {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto"},
         hovermode="closest",
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
     )
     caption = (
         "Size of the smallest change that DeepFool finds for each image that is classified rightly, in units of the "

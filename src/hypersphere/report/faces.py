@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hypersphere.data.faces import Pairs
 from hypersphere.metrics import Calibration, Verification, det, roc
-from hypersphere.report.figures import Figure, _layout, _legend, color, numbers
+from hypersphere.report.figures import Figure, color, numbers, plotly_layout, plotly_legend
 from hypersphere.report.geometry import Floats, evenly
 from hypersphere.report.page import _plot, _section, frame, write_page
 
@@ -160,7 +160,7 @@ def roc_figure(scores: Tensor, same: Tensor, line: Calibration) -> tuple[Figure,
     ]
     # A good curve lives in the upper part of the axis: the picture begins a little below its first point.
     low = max(0.0, min(95.0, 100 - 1.4 * 100 * (1 - float(curve.tar[curve.far == 0].max()))))
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"type": "log", "title": _name("FAR"), "automargin": True, "range": [math.log10(least), 0]}
         | {"exponentformat": "power", "dtick": 1},
         yaxis={"title": _name("TAR"), "ticksuffix": " %", "automargin": True, "nticks": 8}
@@ -207,7 +207,7 @@ def det_figure(scores: Tensor, same: Tensor, line: Calibration) -> tuple[Figure,
         "automargin": True,
         "zeroline": False,
     }
-    layout = _layout(
+    layout = plotly_layout(
         xaxis=axis | {"title": _name("FAR")},
         yaxis=axis | {"title": _name("FRR")},
         hovermode="closest",
@@ -271,12 +271,12 @@ def _marked(line: Calibration, **parts: object) -> Figure:
     """A layout with the threshold and its interval."""
     band = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "x0": line.interval[0], "x1": line.interval[1]}
     rule = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": line.threshold, "x1": line.threshold}
-    return _layout(
+    return plotly_layout(
         shapes=[
             band | {"fillcolor": "rgba(136,136,136,.16)", "line": {"width": 0}, "layer": "below"},
             rule | {"line": {"color": _GREY, "width": 1.5, "dash": "dash"}},
         ],
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
         **parts,
     )
 

@@ -99,7 +99,7 @@ def sphere(features: Features) -> tuple[Figure, str]:
         shared = kind | {"name": text(features.name(label)), "legendgroup": str(label)}
         traces.append(
             shared
-            | _coordinates(points[members])
+            | coordinates(points[members])
             | {
                 "mode": "markers",
                 "marker": style | {"size": 5 if flat else 3.2},
@@ -112,7 +112,7 @@ def sphere(features: Features) -> tuple[Figure, str]:
             tip = weights[label] * (norms[chosen].max() if flat else 1.12)  # outside the cloud, so that it is seen
             traces.append(
                 shared
-                | _coordinates(np.stack([np.zeros_like(tip), tip]))
+                | coordinates(np.stack([np.zeros_like(tip), tip]))
                 | {
                     "mode": "lines+markers",
                     "showlegend": False,
@@ -208,7 +208,7 @@ def layer_histograms(layers: Mapping[str, Floats]) -> tuple[Figure, str]:
         | {"line": {"color": color(1), "width": 2}, "marker": {"color": color(1), "size": 6}}
         | {"showlegend": False, "hovertemplate": f"{template}mean %{{y}}<extra></extra>"},
     ]
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "layer"}, "automargin": True, "showgrid": False, "zeroline": False}
         | {"tick0": 1, "dtick": -(-len(layers) // 12)},
         yaxis={"automargin": True, "nticks": 6, "showgrid": False, "zeroline": False},
@@ -234,7 +234,7 @@ def layer_energies(energies: Energies) -> tuple[Figure, str]:
         for index, name in enumerate(energies.layers)
     ]
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 100, "y1": 100}
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
         yaxis={"automargin": True, "nticks": 6, "ticksuffix": " %", "rangemode": "tozero"},
         hovermode="closest",
@@ -259,11 +259,11 @@ def energy_sums(runs: Sequence[Run], names: Sequence[str]) -> Figure:
         for index, (name, run) in enumerate(zip(names, runs, strict=True))
         if run.energies is not None
     ]
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
         yaxis={"automargin": True, "nticks": 6, "rangemode": "tozero"},
         hovermode="x unified",
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
     )
     return {"data": traces, "layout": layout}
 
@@ -302,7 +302,7 @@ def filter_grid(filters: Floats) -> tuple[Figure, str]:
     image = image[:-1, :-1]
     trace = {"type": "image", "colormodel": "rgba", "z": image.tolist(), "hoverinfo": "skip"}
     hidden = {"visible": False, "automargin": False}
-    layout = _layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x", "autorange": "reversed"})
+    layout = plotly_layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x", "autorange": "reversed"})
     which = f"The first {MAX_FILTERS} of {len(filters)}" if len(filters) > MAX_FILTERS else f"All {count}"
     return {"data": [trace], "layout": layout}, f"{which} filters, {height}x{width}; grey is 0, each on its own scale."
 
@@ -324,7 +324,13 @@ def _drawn_positions(features: Features) -> tuple[Floats, Floats | None, str]:
     return geometry.unit(units @ axes), None if weights is None else geometry.unit(weights @ axes), caption
 
 
-def _coordinates(points: Floats) -> dict[str, list[float | None]]:
+def coordinates(points: Floats) -> dict[str, list[float | None]]:
+    """Points ``(N, 2)`` or ``(N, 3)`` by axis, as a trace takes them.
+
+    Example:
+        >>> coordinates(np.array([[0.0, 1.0], [2.0, 3.0]]))
+        {'x': [0.0, 2.0], 'y': [1.0, 3.0]}
+    """
     return {axis: numbers(values) for axis, values in zip("xyz", points.T, strict=False)}
 
 
@@ -333,7 +339,7 @@ def _circle(radius: float) -> Figure:
     return (
         {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
         | {"line": {"color": "rgba(136,136,136,.5)", "width": 1}}
-        | _coordinates(radius * np.stack([np.cos(angles), np.sin(angles)], axis=1))
+        | coordinates(radius * np.stack([np.cos(angles), np.sin(angles)], axis=1))
     )
 
 
@@ -355,15 +361,27 @@ def _globe() -> list[Figure]:
         | ball,
         {"type": "scatter3d", "mode": "lines", "line": {"width": 1}}
         | decoration
-        | _coordinates(np.hstack(parallels + meridians).T),
+        | coordinates(np.hstack(parallels + meridians).T),
     ]
 
 
-def _layout(**parts: Any) -> Figure:
+def plotly_layout(**parts: Any) -> Figure:
+    """What all figures of the page have in their layout, and ``parts`` of Plotly's layout besides.
+
+    Example:
+        >>> plotly_layout(hovermode="closest")["hovermode"]
+        'closest'
+    """
     return {"margin": {"l": 0, "r": 0, "t": 0, "b": 0}, "font": {"size": 12}} | parts
 
 
-def _legend(**parts: Any) -> Figure:
+def plotly_legend(**parts: Any) -> Figure:
+    """A legend in one line in the middle, and ``parts`` of Plotly's legend besides; give ``y`` and ``yanchor``.
+
+    Example:
+        >>> plotly_legend(y=0, yanchor="top")["orientation"]
+        'h'
+    """
     return {"orientation": "h", "x": 0.5, "xanchor": "center", "itemsizing": "constant"} | parts
 
 
@@ -371,15 +389,15 @@ def _scene_layout() -> Figure:
     axis = {"visible": False, "range": [-1.13, 1.13], "showspikes": False}
     scene = {"xaxis": axis, "yaxis": axis, "zaxis": axis, "aspectmode": "cube", "dragmode": "orbit"}
     camera = {"eye": {"x": 0.91, "y": 0.91, "z": 0.6}}
-    return _layout(scene=scene | {"camera": camera}, legend=_legend(y=0, yanchor="top", maxheight=0.25))
+    return plotly_layout(scene=scene | {"camera": camera}, legend=plotly_legend(y=0, yanchor="top", maxheight=0.25))
 
 
 def _flat_layout() -> Figure:
     axis = {"zeroline": True, "showgrid": False, "automargin": True}
-    return _layout(
+    return plotly_layout(
         xaxis=axis,
         yaxis=axis | {"scaleanchor": "x"},
-        legend=_legend(y=-0.08, yanchor="top", maxheight=0.25),
+        legend=plotly_legend(y=-0.08, yanchor="top", maxheight=0.25),
         hovermode="closest",
     )
 
@@ -395,12 +413,12 @@ def _histogram(groups: dict[str, Floats]) -> tuple[Figure, str]:
             | {"hovertemplate": f"%{{y:.2f}} % within {BIN_DEGREES / 2:g}° of %{{x}}°<extra>%{{fullData.name}}</extra>"}
         )
     means = [f"{name} {angles.mean():.1f}°" for name, angles in groups.items() if len(angles)]
-    layout = _layout(
+    layout = plotly_layout(
         barmode="overlay",
         bargap=0,
         xaxis={"ticksuffix": "°", "automargin": True},
         yaxis={"ticksuffix": " %", "automargin": True, "nticks": 5},
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
     )
     return {"data": traces, "layout": layout}, f"Mean: {', '.join(means)}."
 
@@ -425,7 +443,7 @@ def _curve(
             | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
             | {"showlegend": False, "hovertemplate": "%{y:.4~g}"}
         )
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "step"}, "automargin": True, "nticks": 6},
         yaxis={"automargin": True, "nticks": 6},
         hovermode="x unified",

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.protocols import Outputs, _class_accuracies, evaluations
+from hypersphere.evaluate.protocols import Outputs, class_accuracies, evaluations
 
 MAX_POINTS = 1024
 """Most points of a cloud that are kept for its picture."""
@@ -65,7 +65,7 @@ def clouds(outputs: Outputs, *, count: int = 12) -> dict[str, float]:
         count: Clouds that the report shows; 0: none.
     """
     check_range("count", count, 0)
-    counts, shares = _class_accuracies(outputs)
+    counts, shares = class_accuracies(outputs)
     found = [share for share, number in zip(shares, counts, strict=True) if number]
     if count and outputs.predict is not None:
         _keep(outputs, count)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from hypersphere.report.figures import _layout, numbers, text
+from hypersphere.report.figures import numbers, plotly_layout, text
 from hypersphere.report.geometry import Floats
 from hypersphere.report.sections import Artefacts, Picture, Section, figures
 
@@ -52,7 +52,7 @@ def cloud_pictures(artefacts: Artefacts) -> list[Picture]:
     )
     rows = -(-len(points) // COLUMNS)
     hidden = {"visible": False, "automargin": False}
-    layout = _layout(
+    layout = plotly_layout(
         xaxis=hidden | {"range": [-1.15, CELL * (min(len(points), COLUMNS) - 1) + 1.15]},
         yaxis=hidden | {"range": [-1.15 - 1.4 * CELL * (rows - 1), 2.1], "scaleanchor": "x"},
         annotations=annotations,

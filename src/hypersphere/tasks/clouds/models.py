@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import full_precision
-from hypersphere.models.networks import Layer, _check_each, _set_batch_norm, models
+from hypersphere.models.networks import Layer, check_each, models, set_batch_norm
 from hypersphere.nn import factory
 from hypersphere.orthogonal.algebra import product
 
@@ -144,8 +144,8 @@ class PointNet(nn.Module):
     ) -> None:
         super().__init__()
         _check_clouds(shape)
-        _check_each("widths", widths)
-        _check_each("hidden", hidden)
+        check_each("widths", widths)
+        check_each("hidden", hidden)
         check_range("dropout", dropout, 0, 1)
         check_range("transform_weight", transform_weight, 0)
         if len(widths) < 1 + t_nets or not hidden:
@@ -315,7 +315,7 @@ class PointNet2(nn.Module):
         super().__init__()
         _check_clouds(shape)
         for name, values in (("centres", centres), ("samples", samples), ("hidden", hidden)):
-            _check_each(name, values)
+            check_each(name, values)
         for radius in radii:
             check_range("radii", radius, 0, open_low=True)
         if not len(centres) == len(radii) == len(samples) == len(widths) - 1:
@@ -328,7 +328,7 @@ class PointNet2(nn.Module):
         self.levels = nn.ModuleList()
         channels = 0
         for level in widths:
-            _check_each("widths", level)
+            check_each("widths", level)
             self.levels.append(_Rows(3 + channels, level, linear, act, [0] * len(level)))
             channels = level[-1]
         self.hidden = _Rows(channels, hidden, linear, act, [dropout] * len(hidden))
@@ -381,4 +381,4 @@ def _finish(model: nn.Module, bn_momentum: float | None) -> None:
     for part in model.modules():
         if isinstance(part, TNet):
             part.reset()
-    _set_batch_norm(model, None, bn_momentum)
+    set_batch_norm(model, None, bn_momentum)

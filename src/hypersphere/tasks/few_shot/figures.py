@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hypersphere.report.figures import Figure, _layout, _legend, color, numbers, text
+from hypersphere.report.figures import Figure, color, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 TILE = 32
@@ -46,11 +46,11 @@ def accuracy_by_shots(curves: dict[str, NDArray[np.float64]]) -> Picture:
             | {"hovertemplate": "%{y:.2f} ± %{error_y.array:.2f} %, %{x} shots<extra>%{fullData.name}</extra>"}
         )
     shown = sorted({int(shot) for curve in curves.values() for shot in curve[:, 0]})
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"title": {"text": "shots"}, "automargin": True, "tickvals": shown},
         yaxis={"automargin": True, "nticks": 6, "ticksuffix": " %"},
         hovermode="closest",
-        legend=_legend(y=1.02, yanchor="bottom"),
+        legend=plotly_legend(y=1.02, yanchor="bottom"),
     )
     caption = "Mean over episodes; bars are 95 % confidence intervals of the mean over episodes."
     return Picture("accuracy by shots", {"data": traces, "layout": layout}, caption)
@@ -102,7 +102,7 @@ def _episode(
         | {"marker": {"size": 24, "opacity": 0}},
     ]
     height, width = picture.shape[:2]
-    layout = _layout(
+    layout = plotly_layout(
         xaxis={"visible": False, "range": [0, width]},
         yaxis={"range": [height, 0], "scaleanchor": "x", "automargin": True, "showgrid": False, "zeroline": False}
         | {"tickvals": [row * tall + tall // 2 for row in range(ways)], "ticktext": [text(name) for name in names]},

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.report.figures import Figure, _layout, color, numbers
+from hypersphere.report.figures import Figure, color, numbers, plotly_layout
 from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 GAP = 1
@@ -44,7 +44,7 @@ def sample_grid(images: Any) -> Figure:
     hidden = {"visible": False}
     return {
         "data": [_image(tiles(images, columns))],
-        "layout": _layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x", "autorange": "reversed"}),
+        "layout": plotly_layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x", "autorange": "reversed"}),
     }
 
 
@@ -62,7 +62,9 @@ def sample_progress(steps: Any, images: Any) -> Figure:
     rows = {"tickvals": places, "ticktext": [f"{step:,}" for step in steps]}
     return {
         "data": [_image(pixels)],
-        "layout": _layout(xaxis={"visible": False}, yaxis=axis | rows | {"scaleanchor": "x", "autorange": "reversed"}),
+        "layout": plotly_layout(
+            xaxis={"visible": False}, yaxis=axis | rows | {"scaleanchor": "x", "autorange": "reversed"}
+        ),
     }
 
 
@@ -73,7 +75,7 @@ def class_shares(shares: Any) -> Figure:
     bars = {"type": "bar", "x": list(range(len(shares))), "y": numbers(100 * shares, 3), "marker": {"color": color(0)}}
     return {
         "data": [bars | {"hovertemplate": "class %{x}: %{y} %<extra></extra>"}],
-        "layout": _layout(
+        "layout": plotly_layout(
             xaxis={"title": {"text": "class"}, "automargin": True, "dtick": max(1, len(shares) // 10)},
             yaxis={"ticksuffix": " %", "automargin": True, "nticks": 5, "rangemode": "tozero"},
             shapes=[line | {"line": {"color": "rgba(136,136,136,.9)", "width": 1.5, "dash": "dash"}}],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hypersphere.report import geometry
-from hypersphere.report.figures import MAX_POINTS, Figure, _coordinates, _layout, _legend, color, text
+from hypersphere.report.figures import MAX_POINTS, Figure, color, coordinates, plotly_layout, plotly_legend, text
 from hypersphere.report.geometry import Floats, Ints
 from hypersphere.report.sections import Picture, Section, figures
 
@@ -37,7 +37,7 @@ def embedding(artefacts: Mapping[str, Any]) -> list[Picture]:
     traces: list[Figure] = [
         {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
         | {"line": {"color": "rgba(136,136,136,.18)", "width": 1}}
-        | _coordinates(_lines(points, edges))
+        | coordinates(_lines(points, edges))
     ]
     for label in map(int, np.unique(labels[shown])):
         members = shown[labels[shown] == label]
@@ -51,12 +51,12 @@ def embedding(artefacts: Mapping[str, Any]) -> list[Picture]:
         }
         traces.append(
             {"type": "scatter", "mode": "markers", "name": text(names[label] if label < len(names) else label)}
-            | _coordinates(points[members])
+            | coordinates(points[members])
             | {"marker": style, "customdata": [[int(i), text(name)] for i, name in zip(members, chosen, strict=True)]}
             | {"hovertemplate": "<b>%{fullData.name}</b><br>node %{customdata[0]}, taken for %{customdata[1]}"}
         )
     hidden = {"visible": False}
-    layout = _layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x"}, legend=_legend(y=0, yanchor="top"))
+    layout = plotly_layout(xaxis=hidden, yaxis=hidden | {"scaleanchor": "x"}, legend=plotly_legend(y=0, yanchor="top"))
     share = float((predicted[known] == labels[known]).mean())
     caption = (
         f"Directions of the {units.shape[1]}-D features on two principal axes, which keep {kept:.0%} of the variance. "
