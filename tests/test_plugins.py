@@ -31,19 +31,7 @@ class Mine(hs.margins.Margin):
 '''
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    """What a test loads is gone afterwards."""
-    monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(plugins, "_named", {})
-    modules = set(sys.modules)
-    before = {registry: {entry.name for entry in registry.entries()} for registry in hs.registry.registries()}
-    yield
-    for registry, entry in list(plugins._new(before)):
-        registry.remove(entry.name)
-    for name in set(sys.modules) - modules:
-        if not name.startswith("hypersphere."):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("no_plugins")
 
 
 def write(folder: Path, name: str, text: str) -> Path:

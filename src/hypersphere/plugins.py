@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -58,6 +59,7 @@ class Plugin:
 
 _loaded: dict[str, Plugin] = {}  # by digest: a copy of a file brings the same members
 _named: dict[str, str] = {}  # digests by what was asked for
+_failed: set[str] = set()  # installed plugins about which a warning was given
 
 
 def loaded() -> tuple[Plugin, ...]:
@@ -97,8 +99,20 @@ def load(spec: str | Path) -> Plugin:
 
 
 def load_installed() -> tuple[Plugin, ...]:
-    """Load every plugin that an installed package brings as an entry point of the group ``hypersphere.plugins``."""
-    return tuple(load(point.name) for point in entry_points(group=GROUP))
+    """Load every plugin that an installed package brings as an entry point of the group ``hypersphere.plugins``.
+
+    Nobody named them, so one that fails is left out with a warning, once a process.
+    """
+    found = []
+    for point in entry_points(group=GROUP):
+        if point.name in _failed:
+            continue
+        try:
+            found.append(load(point.name))
+        except PluginError as error:
+            _failed.add(point.name)
+            warnings.warn(f"the installed plugin {point.name!r} is left out: {error}", stacklevel=2)
+    return tuple(found)
 
 
 def _exists(module: str) -> bool:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import hypersphere
+from hypersphere import plugins
 from hypersphere.cli.terminal import console
 
 COMMANDS = {
@@ -75,13 +76,42 @@ class _Loaded(MutableMapping[str, Any]):
 
 
 def _build(name: str, target: typer.Typer | Callable[..., None]) -> Any:
-    if not isinstance(target, typer.Typer):
-        alone = typer.Typer(add_completion=False)
-        alone.command(name)(target)
-        target = alone
-    command = get_command(target)
+    """The command of a function or a group, with the option for plugins."""
+    command = get_command(target) if isinstance(target, typer.Typer) else _command(target)
     command.name = name
+    for one in (command, *getattr(command, "commands", {}).values()):
+        one.params.extend(_command(_plugins).params)
     return command
+
+
+def _command(function: Callable[..., None]) -> Any:
+    alone = typer.Typer(add_completion=False)
+    alone.command()(function)
+    return get_command(alone)
+
+
+def _load_plugins(context: typer.Context, named: list[str] | None) -> None:
+    """Load what the user named and, where a command is about to look up names, what is installed."""
+    if context.resilient_parsing:
+        return
+    for plugin in named or ():
+        plugins.load(plugin)
+    if not hasattr(context.command, "commands"):
+        plugins.load_installed()
+
+
+def _plugins(
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py|MODULE",
+            help="file or module that registers members of your own; may be given several times",
+            callback=_load_plugins,
+            expose_value=False,
+        ),
+    ] = None,
+) -> None:
+    """The option that every command has."""
 
 
 class _Group(TyperGroup):
@@ -89,6 +119,7 @@ class _Group(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.params.extend(_command(_plugins).params)
         self.commands = _Loaded()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
