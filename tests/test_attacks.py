@@ -41,10 +41,12 @@ from hypersphere.cli.attack import ATTACKED
 from hypersphere.cli.commands import app
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness
+from hypersphere.evaluate import METRICS, Outputs, measure
 from hypersphere.recipe import RecipeError
-from hypersphere.report.attacks_figures import CHECK_TITLES, attack_pictures
 from hypersphere.runs import RunFolder
+from hypersphere.tasks.robustness import evaluation as robustness
+from hypersphere.tasks.robustness.evaluation import CHECKS, explain
+from hypersphere.tasks.robustness.figures import CHECK_TITLES, attack_pictures
 from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 

@@ -25,8 +25,6 @@ from sklearn.metrics import roc_auc_score
 from hypersphere import cli, recipe
 from hypersphere.cli import faces as faces_cli
 from hypersphere.cli.commands import app
-from hypersphere.data.align import template
-from hypersphere.data.faces import write_landmarks
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.errors import ArgumentError
@@ -34,6 +32,8 @@ from hypersphere.evaluate import Gallery, evaluations, ijb, named_protocols
 from hypersphere.metrics import Calibration, lfw10, megaface, ytf10
 from hypersphere.models import create
 from hypersphere.runs import RunError, RunFolder
+from hypersphere.tasks.faces.align import template
+from hypersphere.tasks.faces.data import write_landmarks
 from hypersphere.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

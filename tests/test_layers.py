@@ -57,11 +57,8 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("cli.plot", "losses"),
     ("data.preprocess", "recipe"),
     ("data.preprocess", "tasks.clouds"),
-    ("embed", "data"),
-    ("embed", "metrics"),
+    ("embed", "tasks.faces"),
     ("energy.layers", "nn"),
-    ("evaluate.robustness", "runs"),
-    ("evaluate.robustness", "train"),
     ("orthogonal.adapters", "nn"),
     ("orthogonal.apply", "nn"),
     ("plot.directions", "report"),
@@ -73,6 +70,7 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("plot.operators", "report"),
     ("plot.runs", "report"),
     ("plot.style", "report"),
+    ("tasks.robustness.evaluation", "train"),
     ("train.trainer", "losses"),
 }
 

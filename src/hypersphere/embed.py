@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere import data, orthogonal
-from hypersphere.data.faces import AlignedSplit, Pairs
-from hypersphere.data.folder import _SUFFIXES
+from hypersphere.data.folder import SUFFIXES
 from hypersphere.data.splits import DataError, FolderSplit
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.evaluate import fingerprint
@@ -23,6 +22,7 @@ from hypersphere.metrics import flip_features
 from hypersphere.metrics.neighbours import matching_pairs
 from hypersphere.recipe import Recipe
 from hypersphere.runs import RunError, RunFolder, build, load_checkpoint
+from hypersphere.tasks.faces.data import AlignedSplit, Pairs
 
 Flip = Literal["none", "add", "concatenate"]
 FLIPS: tuple[str, ...] = get_args(Flip)
@@ -70,14 +70,14 @@ def photos(path: Path) -> list[Photo]:
         return [_photo(path, path.parent)]
     if not path.is_dir():
         raise DataError(f"there is no folder or image {path}.")
-    files = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    files = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     found = [
         _photo(file, path)
         for file in sorted(files)
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     if not found:
-        raise DataError(f"{path} has no images (formats: {' '.join(_SUFFIXES)}).")
+        raise DataError(f"{path} has no images (formats: {' '.join(SUFFIXES)}).")
     return found
 
 
@@ -232,8 +232,8 @@ class Embedder:
 
         Args:
             files: N files.
-            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.data.align.align`; NaN for an image without any, which is
-                left out. Without landmarks the middle of every image is taken.
+            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.tasks.faces.align.align`; NaN for an image without any,
+                which is left out. Without landmarks the middle of every image is taken.
             batch_size: Images that go through the network at a time; by default 256 on a GPU and 8 on a CPU, where
                 larger batches leave the cache and take twice as long.
             workers: Threads that decode images.

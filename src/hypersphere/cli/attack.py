@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from hypersphere import evaluate, recipe
+from hypersphere import recipe
 from hypersphere.cli.options import Device, Run, RunDataRoot
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
 from hypersphere.runs import RunFolder
+from hypersphere.tasks.robustness.evaluation import explain
 from hypersphere.train import Trainer, pick_device
 
 ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
@@ -95,7 +96,7 @@ def _show(title: str, metrics: dict[str, float]) -> None:
     for norm in ("l2", "linf"):
         if (size := metrics.get(f"deepfool_{norm}")) is not None:
             console.print(f"median of the smallest changes that fool, {norm}: {size:.4g}", highlight=False)
-    said = evaluate.explain(metrics)
+    said = explain(metrics)
     for bad, words in said:
         mark = "[bold yellow]sign of masking:[/] " if bad else "[green]fine:[/] "
         console.print(mark + escape(words), highlight=False, soft_wrap=True)

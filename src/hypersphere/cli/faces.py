@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hypersphere.cli.options import Device
 from hypersphere.cli.terminal import console, errors
-from hypersphere.data.faces import Pairs, find_images, read_landmarks, read_pairs
 from hypersphere.data.splits import DataError
 from hypersphere.embed import (
     FLIP_WORDS,
@@ -52,8 +51,9 @@ from hypersphere.metrics import (
 )
 from hypersphere.metrics import identify as identify_features
 from hypersphere.metrics.neighbours import KINDS, Kind
-from hypersphere.report.faces import VerificationPage, write_verification
 from hypersphere.runs import RunFolder, atomic_write
+from hypersphere.tasks.faces.data import Pairs, find_images, read_landmarks, read_pairs
+from hypersphere.tasks.faces.figures import VerificationPage, write_verification
 from hypersphere.train import pick_device
 
 gallery_app = typer.Typer(

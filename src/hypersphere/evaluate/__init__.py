@@ -1,13 +1,10 @@
 """Evaluation: metrics as pure functions, and named groups of them for recipes."""
 
-from hypersphere.evaluate.faces import lfw
 from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
 from hypersphere.evaluate.named import named_protocols
 from hypersphere.evaluate.protocols import METRICS, MISSING, Metric, Outputs, columns, evaluations, measure, table
-from hypersphere.evaluate.robustness import CHECKS, explain
 
 __all__ = [
-    "CHECKS",
     "METRICS",
     "MISSING",
     "Gallery",
@@ -16,9 +13,7 @@ __all__ = [
     "Outputs",
     "columns",
     "evaluations",
-    "explain",
     "fingerprint",
-    "lfw",
     "measure",
     "named_protocols",
     "table",

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.evaluate.robustness import CHECKS, explain
 from hypersphere.report import geometry
 from hypersphere.report.figures import FRAME, Figure, color, coordinates, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.geometry import Floats
 from hypersphere.report.sections import Picture, Section, figures
+from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 
 SIDE = 64
 """About the side of an image in a picture, in pixels of its own."""
@@ -34,7 +34,7 @@ def attack_pictures(artefacts: Mapping[str, Any]) -> list[Picture]:
 
     Args:
         artefacts: ``curve_eps`` ``(E,)`` and ``curve_NAME`` ``(E,)`` the accuracies by budget, ``transfer_NAME`` a
-            budget and the accuracy under it, ``checks`` the values of :data:`~hypersphere.evaluate.CHECKS`,
+            budget and the accuracy under it, ``checks`` the values of :data:`CHECKS`,
             ``natural`` and ``adversarial`` features ``(N, D)`` with ``labels`` and ``fooled`` ``(N,)``, ``images``
             ``(2, n, C, H, W)`` with ``classes`` ``(2, n)``, ``deepfool_l2`` and ``deepfool_linf`` sorted sizes, and
             ``names``, the names of the classes as lines of text; whatever is there.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hypersphere.data import DataError
-from hypersphere.data.faces import Pairs, lfw_pairs
 from hypersphere.evaluate.protocols import Outputs, evaluations
 from hypersphere.metrics.basic import equal_error_rate, pair_similarity
 from hypersphere.metrics.folds import lfw10
+from hypersphere.tasks.faces.data import Pairs, lfw_pairs
 
 BATCH = 500
 """Faces that go through the network together."""
