@@ -632,7 +632,7 @@ def test_the_published_setting():
         assert plan.model.name == "cnn9-dc-adv" and plan.model.options["norm"] == "identity"
         assert (plan.optimiser.name, plan.optimiser.lr, plan.data.batch_size) == ("adam", 1e-3, 128)
         assert plan.project.every == 0  # plain gradients
-        (attack,) = [part for part in plan.evaluate.metrics if not isinstance(part, str)]
+        (attack,) = [part for part in plan.evaluate.metrics if part.name == "attacks"]
         assert attack.options["eps"] == pytest.approx(8 / 255) and attack.options["steps"] == 20
     assert recipe.load("cifar10-robust-fgsm").adversary.options["eps"] == pytest.approx(8 / 255)
 

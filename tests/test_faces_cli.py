@@ -28,8 +28,8 @@ from hypersphere.cli.commands import app
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import Gallery, evaluations, ijb, named_protocols
-from hypersphere.metrics import Calibration, lfw10, megaface, ytf10
+from hypersphere.evaluate import Gallery, evaluations, named_protocols
+from hypersphere.metrics import Calibration, ijb, lfw10, megaface, ytf10
 from hypersphere.models import create
 from hypersphere.runs import RunError, RunFolder
 from hypersphere.tasks.faces.align import template
