@@ -386,19 +386,15 @@ def _numbers(argument: str, text: str) -> list[float]:
     return found
 
 
-TITLES = {"accuracy": "accuracy", "eer": "equal-error rate", "auc": "area under the ROC"}
-
-
 def _show_verification(
     embedder: Embedder, results: dict[str, Verification], calibration: Calibration, how: str
 ) -> None:
     _print(f"{embedder.name}: {how}")
     _print()
     grid = _table("", f"{calibration.level:.0%} interval")
-    for key, found in results.items():
+    for found in results.values():
         error = "" if math.isnan(found.standard_error) else f" ± {found.standard_error:.2%}"
-        title = TITLES.get(key, key.replace("tar@far=", "TAR at FAR "))
-        grid.add_row(title, f"{found.value:.2%}{error}", f"[{found.interval[0]:.2%}, {found.interval[1]:.2%}]")
+        grid.add_row(found.title, f"{found.value:.2%}{error}", f"[{found.interval[0]:.2%}, {found.interval[1]:.2%}]")
     console.print(grid, markup=False)
     if "accuracy" in results:
         _print(f"accuracy: {results['accuracy'].words}")

@@ -146,15 +146,35 @@ def _summary(runs: Sequence[Run], names: Sequence[str]) -> str:
         + "</tr>"
         for i, run in enumerate(runs)
     )
-    legend = "".join(f"<dt>{escape(m.title)}</dt><dd>{escape(m.help)}</dd>" for m in metrics)
+    further = columns([run.results for run in runs], detail=True).values()
+    legend = "".join(f"<dt>{escape(m.title)}</dt><dd>{escape(m.help)}</dd>" for m in [*metrics, *further])
     best = " The best value of each column is marked." if len(runs) > 1 else ""
     summary = (
         f'<div class="scroll" tabindex="0" role="region" aria-labelledby="summary"><table class="summary">'
         f'<thead><tr><th scope="col">Run</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
         f"<details><summary>What the columns mean</summary><dl><dt>Loss</dt><dd>{LOSS_MEANING}</dd>{legend}</dl>"
-        "</details>"
+        f"</details>{_further(runs, names)}"
     )
     return titled_section("summary", "Summary", f"Results on the test set at the end of training.{best}", summary)
+
+
+def _further(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """The details of all runs, a metric a row; nothing where there are none."""
+    found = [run.results for run in runs]
+    heads = "".join(f'<th scope="col">{_swatch(index)}{escape(name)}</th>' for index, name in enumerate(names))
+    cells = zip(*table(found, detail=True), strict=True)
+    rows = "".join(
+        f'<tr><th scope="row" title="{escape(metric.help)}">{escape(metric.title)}</th>'
+        + "".join(f"<td>{f'<b class=best>{cell.text}</b>' if cell.best else cell.text}</td>" for cell in row)
+        + "</tr>"
+        for metric, row in zip(columns(found, detail=True).values(), cells, strict=True)
+    )
+    if not rows:
+        return ""
+    return (
+        '<details><summary>Further metrics</summary><div class="scroll"><table class="summary"><thead><tr>'
+        f'<th scope="col">Metric</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
 
 
 def _swatch(index: int) -> str:

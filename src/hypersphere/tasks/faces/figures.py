@@ -28,7 +28,6 @@ MAX_CURVE_POINTS = 2000
 BINS = 80
 _GREY = "rgba(136,136,136,.9)"
 _DET_TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
-_TITLES = {"accuracy": "Accuracy", "auc": "Area under the ROC curve", "eer": "Equal-error rate"}
 _MEANINGS = {
     "Genuine, impostor": "A genuine pair is of one person, an impostor pair of two.",
     "TAR, FAR": "Share of genuine and of impostor pairs that are accepted, which means taken for one person.",
@@ -82,10 +81,7 @@ def render_verification(found: VerificationPage) -> str:
 
 
 def _summary(found: VerificationPage) -> str:
-    rows = [
-        (_TITLES.get(key, key.replace("tar@far=", "TAR at FAR ")), _value(value), value.interval, value.words)
-        for key, value in found.results.items()
-    ]
+    rows = [(value.title, _value(value), value.interval, value.words) for value in found.results.values()]
     line = found.calibration
     cells = "".join(
         f'<tr><th scope="row">{escape(title)}</th><td>{escape(value)}</td><td>{low:.2%} to {high:.2%}</td>'

@@ -16,17 +16,6 @@ from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 SIDE = 64
 """About the side of an image in a picture, in pixels of its own."""
 TITLES = {"fgsm": "FGSM", "bim": "BIM", "pgd": "PGD", "square": "Square, no gradients"}
-CHECK_TITLES = {
-    "masking_transfer": "other model's gradients are stronger",
-    "masking_gradient_free": "no gradients are stronger",
-    "masking_single_step": "one step is stronger than many",
-    "masking_fgsm": "strongest attack beyond one step",
-    "masking_steps": "more steps are stronger",
-    "masking_loss": "margin is stronger than cross-entropy",
-    "masking_zero_gradients": "images with zero gradients",
-    "masking_rises": "accuracy rises with the budget",
-    "masking_unbounded": "right under any change",
-}
 
 
 def attack_pictures(artefacts: Mapping[str, Any]) -> list[Picture]:
@@ -86,7 +75,7 @@ def _curve(found: Mapping[str, Any]) -> Picture:
 def _checks(values: Floats) -> Picture:
     metrics = {name: float(value) for name, value in zip(CHECKS, values, strict=False) if np.isfinite(value)}
     said = explain(metrics)
-    titles = [CHECK_TITLES[name] for name in metrics]
+    titles = [CHECKS[name].title for name in metrics]
     trace = (
         {"type": "bar", "orientation": "h", "y": titles[::-1], "x": numbers([100 * v for v in metrics.values()][::-1])}
         | {"marker": {"color": [color(1 if bad else 0) for bad, _ in said][::-1]}}
