@@ -22,8 +22,8 @@ import torch
 from hypersphere import recipe
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.results import ResultRow, write_rows
-from hypersphere.runs import RunFolder, code_version
-from hypersphere.train import Trainer, pick_device
+from hypersphere.runs import RunFolder, code_version, pick_device
+from hypersphere.train import Trainer
 
 FLOPS_PER_IMAGE = 959e6
 """Forward and backward of CNN-9 (64/96/128) on a 32x32 image: three times 2 x 160 M multiply-adds."""

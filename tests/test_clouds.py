@@ -25,9 +25,8 @@ from hypersphere.evaluate import Outputs, measure
 from hypersphere.losses import losses
 from hypersphere.models import create
 from hypersphere.recipe import Augment
-from hypersphere.report.runs import load_run
 from hypersphere.report.sections import sections
-from hypersphere.runs import RunFolder
+from hypersphere.runs import RunFolder, load_run
 from hypersphere.tasks.clouds.augmentations import change_clouds
 from hypersphere.tasks.clouds.data import SHAPES, unit_ball
 from hypersphere.tasks.clouds.evaluation import chosen_clouds, point_contributions

@@ -23,15 +23,8 @@ from torch import nn
 
 from hypersphere import recipe
 from hypersphere.data import DataError, Dataset, TensorSplit, inventory, load
-from hypersphere.data.sources import sources
-from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import Outputs, measure
-from hypersphere.models import create, models
-from hypersphere.nn import DecoupledConv2d, DecoupledLinear
-from hypersphere.nn import create as layer
-from hypersphere.runs import RunFolder
-from hypersphere.tasks.faces.align import align, similarity_transform, template, warp
-from hypersphere.tasks.faces.data import (
+from hypersphere.data.align import align, similarity_transform, template, warp
+from hypersphere.data.faces import (
     AlignedSplit,
     find_images,
     lfw_pairs,
@@ -40,6 +33,14 @@ from hypersphere.tasks.faces.data import (
     read_pairs,
     write_landmarks,
 )
+from hypersphere.data.sources import sources
+from hypersphere.errors import ArgumentError
+from hypersphere.evaluate import Outputs, measure
+from hypersphere.models import create, models
+from hypersphere.nn import DecoupledConv2d, DecoupledLinear
+from hypersphere.nn import create as layer
+from hypersphere.runs import RunFolder
+from hypersphere.runs import load as load_system
 from hypersphere.train import Trainer
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -684,12 +685,10 @@ def test_the_importer_of_weights_checks_and_writes_them(tmp_path, monkeypatch, c
 
     run_tool("import_weights.py", monkeypatch, tmp_path / "weights.npz", tmp_path / "run", "--run", "--classes", "4")
     write_celeba(tmp_path / "faces", np.random.default_rng(0), each=40)
-    run = RunFolder.open(tmp_path / "run")
-    trainer = Trainer(run.recipe(), run, torch.device("cpu"), data_root=tmp_path)
-    trainer.load_weights()
+    system = load_system(tmp_path / "run")
     images = torch.randint(0, 256, (2, 3, 112, 96), dtype=torch.uint8)
     expected = model.eval()((images.float() - 127.5) / 128)
-    torch.testing.assert_close(trainer.model.eval()(trainer.preprocess(images)), expected)
+    torch.testing.assert_close(system.model(system.preprocess(images)), expected)
 
     del state["linear1.conv.weight"]
     np.savez(tmp_path / "weights.npz", **state)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hypersphere.errors import ArgumentError, HypersphereError
-from hypersphere.evaluate import gallery as module
-from hypersphere.evaluate.gallery import Gallery, Match, fingerprint
 from hypersphere.metrics.verification import calibrate
+from hypersphere.runs import gallery as module
+from hypersphere.runs.artefacts import RunError
+from hypersphere.runs.gallery import Gallery, Match, fingerprint
 
 
 def filled(people=4, dim=6, seed=0, **settings):
@@ -223,7 +224,7 @@ def test_other_programs_can_read_the_file(tmp_path):
 
     filled(threshold=0.5).save(tmp_path / "g.safetensors")
     with safe_open(tmp_path / "g.safetensors", "numpy") as file:
-        head = json.loads(file.metadata()["hypersphere_gallery"])
+        head = json.loads(file.metadata()["hypersphere"])["facts"]
         assert file.get_tensor("templates").shape == (4, 6)
     assert head["names"] == ["p0", "p1", "p2", "p3"]
     assert head["threshold"] == 0.5
@@ -251,7 +252,7 @@ def test_a_gallery_of_another_model_is_refused(tmp_path):
 def test_files_that_are_no_galleries(tmp_path):
     from safetensors.torch import save_file
 
-    with pytest.raises(ArgumentError, match="which is not a file"):
+    with pytest.raises(RunError, match="is not a file"):
         Gallery.load(tmp_path / "none")
     (tmp_path / "text").write_text("hello")
     save_file({"x": torch.ones(1)}, tmp_path / "other")
@@ -260,17 +261,17 @@ def test_files_that_are_no_galleries(tmp_path):
     head = {"format": 1, "names": ["a", "a"], "counts": [1, 1]}
     save_file({"templates": torch.ones(2, 2)}, tmp_path / "twice", {"hypersphere_gallery": json.dumps(head)})
     for name, message in [
-        ("text", "must be the file of a gallery"),
-        ("other", "must be the file of a gallery"),
-        ("newer", "must have format 1, got 9"),
-        ("twice", "must be a consistent gallery"),
+        ("text", "cannot be read"),
+        ("other", "has no tensor 'templates'"),
+        ("newer", "is no gallery of version 0.1, its format is 9"),
+        ("twice", "has other names than templates"),
     ]:
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(RunError, match=message):
             Gallery.load(tmp_path / name)
     filled().save(tmp_path / "g")
     whole = (tmp_path / "g").read_bytes()
     (tmp_path / "g").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArgumentError, match="must be the file of a gallery"):
+    with pytest.raises(RunError, match="cannot be read"):
         Gallery.load(tmp_path / "g")
 
 
@@ -300,7 +301,7 @@ CRASH = """
 import os, sys
 from pathlib import Path
 import torch
-from hypersphere.evaluate.gallery import Gallery
+from hypersphere.runs.gallery import Gallery
 
 class Torn:
     # A file whose process dies when half of the content is written.

@@ -29,7 +29,8 @@ from hypersphere.losses import GANLoss, losses
 from hypersphere.metrics import class_balance, feature_distance, frechet_distance, generation_score
 from hypersphere.models import create, models
 from hypersphere.report.sections import sections
-from hypersphere.runs import RunError, RunFolder
+from hypersphere.runs import RunError, RunFolder, load_run
+from hypersphere.runs import load as load_system
 from hypersphere.tasks.generation import evaluation as generation
 from hypersphere.tasks.generation import figures as sample_figures
 from hypersphere.tasks.generation import models as gans
@@ -607,17 +608,15 @@ def test_a_run_with_a_classifier(tmp_path, classifier):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     terms = ("discriminator", "generator", "mhe-gan")
     assert all(row["total"] == pytest.approx(sum(row[term] for term in terms)) for row in rows)
-    found = report.runs.load_run(tmp_path / "a").artefacts
+    found = load_run(tmp_path / "a").artefacts
     assert found["samples/grid"].shape == (9, *GRAY) and found["samples/grid"].dtype == np.uint8
     assert found["samples/steps"].tolist() == [2, 4]
     assert found["samples/progress"].shape == (2, 10, *GRAY)
     assert (found["samples/progress"][1, :9] == found["samples/grid"]).all()
     assert found["samples/classes"].sum() == pytest.approx(1)
 
-    # The same numbers by hand, from the classifier's own trainer.
-    judge = Trainer(RunFolder.open(classifier).recipe(), RunFolder.open(classifier), CPU)
-    judge.load_weights()
-    judge.model.eval()
+    # The same numbers by hand, from the classifier's own parts.
+    judge = load_system(classifier)
     with torch.no_grad():
         features = judge.model(judge.preprocess(trainer.model.sample(40, seed=1)))
         chances = judge.head.logits(features).softmax(1)

@@ -22,9 +22,7 @@ from hypersphere.cli.commands import app
 from hypersphere.errors import ArgumentError
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.plot import energy, style
-from hypersphere.report import ReportError
-from hypersphere.runs import RunFolder
-from hypersphere.train import Trainer
+from hypersphere.runs import RunError, RunFolder, load_with_data
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 
@@ -383,10 +381,7 @@ def trained(tmp_path_factory):
 
 
 def opened(folder):
-    run = RunFolder.open(folder)
-    trainer = Trainer(run.recipe(), run, torch.device("cpu"))
-    trainer.load_weights()
-    return trainer
+    return load_with_data(folder)
 
 
 def command(*arguments):
@@ -400,64 +395,64 @@ def failure(*arguments):
 
 
 def test_middle_of_a_run_is_its_evaluation(trained):
-    trainer = opened(trained)
-    before = {name: t.clone() for name, t in trainer.weights().items()}
-    found = plot.run_landscape(trainer, dimensions=2, points=3)
+    system, data = opened(trained)
+    before = {name: t.clone() for name, t in system.weights().items()}
+    found = plot.run_landscape(system, data, dimensions=2, points=3)
     metrics = RunFolder.open(trained).evaluation()["metrics"]
     assert float(found.values["error"][1, 1]) == pytest.approx(1 - metrics["accuracy"], abs=1e-9)
     assert float(found.values["loss"][1, 1]) == pytest.approx(metrics["cross_entropy"], rel=1e-5)
     assert float(found.values["loss"].min()) < float(found.values["loss"].max())
-    assert all(torch.equal(before[name], t) for name, t in trainer.weights().items())
+    assert all(torch.equal(before[name], t) for name, t in system.weights().items())
 
 
 def test_images_of_a_run(trained, monkeypatch):
-    trainer = opened(trained)
+    system, data = opened(trained)
     seen = []
-    original = trainer.model.forward
-    monkeypatch.setattr(trainer.model, "forward", lambda x: seen.append(len(x)) or original(x))
-    head = trainer.head.weight.detach().clone()
-    part = plot.run_landscape(trainer, split="train", images=50, points=2, head=False, span=1e-3)
-    assert seen == [50, 50] and torch.equal(head, trainer.head.weight) and trainer.head.weight.requires_grad
-    images, labels = trainer.data.train.images, trainer.data.train.labels
+    original = system.model.forward
+    monkeypatch.setattr(system.model, "forward", lambda x: seen.append(len(x)) or original(x))
+    head = system.head.weight.detach().clone()
+    part = plot.run_landscape(system, data, split="train", images=50, points=2, head=False, span=1e-3)
+    assert seen == [50, 50] and torch.equal(head, system.head.weight) and system.head.weight.requires_grad
+    images, labels = data.train.images, data.train.labels
     chosen = [i * len(labels) // 50 for i in range(50)]
     assert len(set(labels[chosen].tolist())) == 7
-    trainer.model.eval()
-    with torch.no_grad(), trainer._averaged():
-        logits = trainer.head.logits(original(trainer.preprocess(images[chosen])))
+    system.model.eval()
+    with torch.no_grad():
+        logits = system.head.logits(original(system.preprocess(images[chosen])))
     expected = nn.functional.cross_entropy(logits, labels[chosen])
     assert float(part.values["loss"].mean()) == pytest.approx(float(expected), rel=1e-3)
     # Without the head its weights do not move.
     weights = []
     plot.run_landscape(
-        trainer, images=5, points=2, head=False, progress=lambda: weights.append(trainer.head.weight.clone())
+        system, data, images=5, points=2, head=False, progress=lambda: weights.append(system.head.weight.clone())
     )
     assert torch.equal(*weights)
-    plot.run_landscape(trainer, images=5, points=2, progress=lambda: weights.append(trainer.head.weight.clone()))
+    plot.run_landscape(system, data, images=5, points=2, progress=lambda: weights.append(system.head.weight.clone()))
     assert not torch.equal(*weights[2:])
     with pytest.raises(ArgumentError, match="split must be one of"):
-        plot.run_landscape(trainer, split="unseen")
+        plot.run_landscape(system, data, split="unseen")
     with pytest.raises(ArgumentError, match="images must be at least 1"):
-        plot.run_landscape(trainer, images=0)
+        plot.run_landscape(system, data, images=0)
 
 
 def test_features_that_are_not_finite_are_wrong(trained, monkeypatch):
-    trainer = opened(trained)
-    original = trainer.model.forward
+    system, data = opened(trained)
+    original = system.model.forward
 
     def broken(x):
         features = original(x)
         features[0] = math.inf
         return features
 
-    plain = plot.run_landscape(trainer, points=3, images=20)
-    monkeypatch.setattr(trainer.model, "forward", broken)
-    found = plot.run_landscape(trainer, points=3, images=20)
+    plain = plot.run_landscape(system, data, points=3, images=20)
+    monkeypatch.setattr(system.model, "forward", broken)
+    found = plot.run_landscape(system, data, points=3, images=20)
     assert found.values["loss"].tolist() == [math.inf] * 3
     assert bool(((found.values["error"] - plain.values["error"]) * 20 <= 1).all())
     assert bool((found.values["error"] >= plain.values["error"]).all())
     # Even a label of 0, which the scores of a zero feature would give.
-    trainer.data.test.labels.zero_()
-    assert bool((plot.run_landscape(trainer, points=3, images=1).values["error"] == 1).all())
+    data.test.labels.zero_()
+    assert bool((plot.run_landscape(system, data, points=3, images=1).values["error"] == 1).all())
 
 
 def test_landscape_command(trained, tmp_path, monkeypatch):
@@ -569,7 +564,7 @@ def test_dynamics_of_runs_without_some_quantity(tmp_path):
     figure = plot.dynamics([tests, run_of(tmp_path / "many", many, ["seed=4"], wide)], layers=True)
     assert len(figure.axes) == 2 + len(wide)
     nothing = run_of(tmp_path / "nothing", [row for row in rows(1.0) if row["split"] == "train"])
-    with pytest.raises(ReportError, match=r"evaluate\.energy=true"):
+    with pytest.raises(RunError, match=r"evaluate\.energy=true"):
         plot.dynamics([nothing])
     with pytest.raises(ArgumentError, match="at least one folder"):
         plot.dynamics([])

@@ -39,7 +39,6 @@ WORKBENCH = (
     ("recipe",),  # names members of all the families above
     ("runs",),
     ("train",),
-    ("embed",),  # which becomes a part of runs
     ("plot",),
     ("report",),
     ("tasks",),  # none of which imports another one
@@ -57,7 +56,6 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("cli.plot", "losses"),
     ("data.preprocess", "recipe"),
     ("data.preprocess", "tasks.clouds"),
-    ("embed", "tasks.faces"),
     ("energy.layers", "nn"),
     ("orthogonal.adapters", "nn"),
     ("orthogonal.apply", "nn"),
@@ -66,11 +64,9 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("plot.heads", "losses"),
     ("plot.heads", "report"),
     ("plot.landscape", "report"),
-    ("plot.landscape", "train"),
     ("plot.operators", "report"),
     ("plot.runs", "report"),
     ("plot.style", "report"),
-    ("tasks.robustness.evaluation", "train"),
     ("train.trainer", "losses"),
 }
 

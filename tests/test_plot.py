@@ -25,7 +25,7 @@ from hypersphere.cli.commands import app
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.plot import directions, heads, runs, style
-from hypersphere.report import ReportError
+from hypersphere.runs import RunError
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
@@ -435,9 +435,9 @@ def test_several_centres_of_a_class_are_all_drawn(tmp_path):
 def test_features_of_what_is_no_evaluated_run(tmp_path):
     folder = write_run(tmp_path / "one", *cloud(3, 2)[:2])
     (folder / "features.safetensors").unlink()
-    with pytest.raises(ReportError, match=r"one has no test features: `hypersphere evaluate .*one` makes them"):
+    with pytest.raises(RunError, match=r"one has no test features: `hypersphere evaluate .*one` makes them"):
         plot.features([folder])
-    with pytest.raises(ReportError, match="features of 1 dimension"):
+    with pytest.raises(RunError, match="features of 1 dimension"):
         plot.features([write_run(tmp_path / "line", np.ones((4, 1)), np.arange(4))])
     with pytest.raises(ArgumentError, match="runs must be at least one folder"):
         plot.features([])

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from hypersphere import report
 from hypersphere.errors import HypersphereError
 from hypersphere.report.geometry import pair_angles
+from hypersphere.runs import RunError
 
 TIGHTNESS = {"softmax": 0.45, "sphereface": 0.3, "arcface": 0.18}
 RESULTS = {
@@ -374,7 +375,7 @@ def test_names_from_files_are_not_markup(tmp_path):
 def test_missing_file_is_named(tmp_path, missing):
     run = make_run(tmp_path, "softmax")
     (run / missing).unlink()
-    with pytest.raises(report.ReportError, match=rf"softmax has no {missing}.*give a folder"):
+    with pytest.raises(RunError, match=rf"softmax has no {missing}.*give a folder"):
         report.build([run])
 
 
@@ -392,21 +393,21 @@ def test_missing_file_is_named(tmp_path, missing):
 def test_damaged_file_is_named(tmp_path, name, content, message):
     run = make_run(tmp_path, "softmax")
     (run / name).write_text(content)
-    with pytest.raises(report.ReportError, match=message):
+    with pytest.raises(RunError, match=message):
         report.build([run])
 
 
 def test_features_without_labels_are_named(tmp_path):
     run = make_run(tmp_path, "softmax")
     save_file({"features": np.zeros((2, 3), np.float32)}, run / "features.safetensors")
-    with pytest.raises(report.ReportError, match="has no tensor 'labels'"):
+    with pytest.raises(RunError, match="has no tensor 'labels'"):
         report.build([run])
 
 
 def test_missing_folder_and_no_folder(tmp_path):
     with pytest.raises(HypersphereError, match=r"run folder .*nowhere does not exist"):
         report.build([tmp_path / "nowhere"])
-    with pytest.raises(report.ReportError, match="no run folder was given"):
+    with pytest.raises(RunError, match="no run folder was given"):
         report.build([])
 
 
@@ -416,7 +417,7 @@ def test_write_replaces_the_file_whole_or_not_at_all(tmp_path, runs):
     first = output.read_text(encoding="utf-8")
     assert first == report.build(runs[:1])
     (runs[1] / "run.json").unlink()
-    with pytest.raises(report.ReportError):
+    with pytest.raises(RunError):
         report.write(runs, output)
     assert output.read_text(encoding="utf-8") == first
     assert [path.name for path in output.parent.iterdir()] == ["report.html"]

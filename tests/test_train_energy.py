@@ -20,9 +20,7 @@ from hypersphere.data import load
 from hypersphere.energy import MHE, Regulariser, energies
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import losses
-from hypersphere.report import ReportError
-from hypersphere.report.runs import load_run
-from hypersphere.runs import RunFolder
+from hypersphere.runs import RunError, RunFolder, load_run
 from hypersphere.train import Callback, EnergyLog, Interrupted, Trainer
 from hypersphere.train.optimiser import learning_rate
 from hypersphere.train.step import Objective
@@ -391,7 +389,7 @@ def test_the_report_draws_excess_over_the_floor(tmp_path):
 def test_energies_that_do_not_fit_are_an_error(tmp_path):
     folder = write_energies(tmp_path / "run", "run", [[0.7]], first=(0.5, 0.6))
     (folder / "energy.json").write_text(json.dumps({"s": 2, "half_space": True, "angular": False, "layers": {"x": {}}}))
-    with pytest.raises(ReportError, match="does not fit the metrics"):
+    with pytest.raises(RunError, match="does not fit the metrics"):
         load_run(folder)
 
 
@@ -424,7 +422,7 @@ def test_the_command_draws_and_says_what_is_missing(tmp_path):
     assert (folder / "energy.png").stat().st_size > 5000
     (folder / "energy.json").unlink()
     failed = CliRunner().invoke(plot_app, ["energy", str(folder)])
-    assert isinstance(failed.exception, ReportError) and "evaluate.energy=true" in str(failed.exception)
+    assert isinstance(failed.exception, RunError) and "evaluate.energy=true" in str(failed.exception)
 
 
 # ------------------------------------------------------------------------------------------------ rare classes

@@ -13,12 +13,13 @@ from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit, datasets
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import Outputs, evaluations, measure
+from hypersphere.evaluate import evaluations
+from hypersphere.evaluate.protocols import Outputs, measure
 from hypersphere.models import models
 from hypersphere.nn import convert, operators
 from hypersphere.recipe import Augment, Optimiser, RecipeError, Rule
 from hypersphere.report.sections import Picture, Section, figures
-from hypersphere.runs import RunError, RunFolder
+from hypersphere.runs import RunError, RunFolder, load_run
 from hypersphere.train import Trainer
 from hypersphere.train.optimiser import parameter_groups
 
@@ -103,7 +104,7 @@ def test_samples_of_another_kind_train_and_are_reported(registered, tmp_path):
     first = logged[0]
     assert first["total"] == pytest.approx(first["loss"] + first["pull"])
     assert not any("table" in name for name in trainer.weights())
-    run = report.runs.load_run(tmp_path / "run")
+    run = load_run(tmp_path / "run")
     assert run.artefacts["reach/scores"].shape == (30, 3) and not run.layers
     page = report.build([tmp_path / "run"])
     assert "How far." in page and "(30, 3)" in page
@@ -223,7 +224,7 @@ def test_an_artefact_may_be_what_is_kept_anyway(registered, tmp_path):
         return {}
 
     train(tmp_path / "run", "evaluate.metrics=[same]")
-    kept = report.runs.load_run(tmp_path / "run").artefacts
+    kept = load_run(tmp_path / "run").artefacts
     assert kept["same/all"].shape == (30, 3) and (kept["same/part"] == kept["same/all"][:4]).all()
 
 

@@ -49,6 +49,7 @@ def write_run(folder: Path, name: str, model: nn.Module, shape: tuple[int, int, 
     parts = {"model": model, "head": head, "preprocess": Preprocess(shape, "half", plan.data.augment)}
     tensors = {f"{part}.{key}": value for part, module in parts.items() for key, value in module.state_dict().items()}
     run.save_checkpoint(0, tensors, {"pending": []}, keep=1)
+    run.write_facts(shape=shape, images=True, class_names=[str(number) for number in range(classes)])
     run.finish("finished", 0)
 
 

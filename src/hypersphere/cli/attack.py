@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-import safetensors.torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from hypersphere import recipe
+from hypersphere import evaluate, recipe
 from hypersphere.cli.options import Device, Run, RunDataRoot
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
-from hypersphere.runs import RunFolder
-from hypersphere.tasks.robustness.evaluation import explain
-from hypersphere.train import Trainer, pick_device
+from hypersphere.runs import RunFolder, artefacts, load_with_data
+from hypersphere.runs.artefacts import ARTEFACT
+from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
+from hypersphere.runs.read import EVALUATION, FEATURES
 
 ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
 """Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""
@@ -54,15 +55,16 @@ def attack_run(
     # The recipe's own check tells unknown attacks and bad numbers.
     content = plan.model_dump(mode="json")
     content["evaluate"]["metrics"] = [{"name": "attacks", **options}]
-    trainer = Trainer(recipe.check(content), folder, pick_device(device), data_root=data_root or folder.data_root())
-    trainer.load_weights()
-    outputs = trainer.outputs()
-    metrics = trainer.metrics(outputs)
+    checked = recipe.check(content)
+    trained, data = load_with_data(run, data_root, device=device)
+    system = replace(trained, recipe=checked)
+    outputs = outputs_of(system, data, data_root or folder.data_root())
+    metrics = metrics_of(system, outputs)
     _show(str(folder.facts()["name"]), metrics)
     if keep:
         outputs.artefacts.update(_other_pictures(folder))
         others = {name: value for name, value in before.items() if not ATTACKED.fullmatch(name)}
-        trainer.write_evaluation(outputs, others | metrics)
+        write_evaluation(folder, trained, outputs, others | metrics)
         console.print(f"Kept in {folder.path}; see them with `hypersphere report {folder.path}`", highlight=False)
 
 
@@ -76,9 +78,11 @@ def _budget(value: str) -> float:
 
 def _other_pictures(folder: RunFolder) -> dict[str, Tensor]:
     """What other evaluations have left for the report."""
-    file = folder.path / "features.safetensors"
-    tensors = safetensors.torch.load_file(file) if file.is_file() else {}
-    found = {name.removeprefix("artefact/"): value for name, value in tensors.items() if name.startswith("artefact/")}
+    file = folder.path / FEATURES
+    if not file.is_file():
+        return {}
+    tensors = artefacts.read(file, EVALUATION, names=lambda name: name.startswith(ARTEFACT)).tensors
+    found = {name.removeprefix(ARTEFACT): value for name, value in tensors.items()}
     return {name: value for name, value in found.items() if not name.startswith("attacks/")}
 
 
@@ -96,7 +100,7 @@ def _show(title: str, metrics: dict[str, float]) -> None:
     for norm in ("l2", "linf"):
         if (size := metrics.get(f"deepfool_{norm}")) is not None:
             console.print(f"median of the smallest changes that fool, {norm}: {size:.4g}", highlight=False)
-    said = explain(metrics)
+    said = evaluate.explain(metrics)
     for bad, words in said:
         mark = "[bold yellow]sign of masking:[/] " if bad else "[green]fine:[/] "
         console.print(mark + escape(words), highlight=False, soft_wrap=True)

@@ -21,8 +21,8 @@ from hypersphere.errors import ArgumentError, HypersphereError, check_choice
 from hypersphere.landscape import Landscape
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax
 from hypersphere.margins import NoMargin
-from hypersphere.runs import RunFolder, atomic_write
-from hypersphere.train import Trainer, pick_device
+from hypersphere.runs import RunFolder, atomic_write, load_with_data
+from hypersphere.runs.evaluation import outputs_of
 
 plot_app = typer.Typer(
     help="Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name.",
@@ -119,8 +119,8 @@ def plot_hardness(
 ) -> None:
     """Draw how hard the test samples of a run are, against confidence and norm, and the cosines between classes."""
     folder = RunFolder.open(run)
-    trainer = _trained(folder, device, data_root)
-    figure = _plots().hardness(trainer.outputs(), trainer.data.class_names, str(folder.facts()["name"]))
+    system, data = load_with_data(run, data_root, device=device)
+    figure = _plots().hardness(outputs_of(system, data), data.class_names, str(folder.facts()["name"]))
     _write(figure, output or folder.path / "hardness.png")
 
 
@@ -189,7 +189,7 @@ def plot_landscape(
             task = bar.add_task(name, total=points**dimensions)
             found.append(
                 plots.run_landscape(
-                    _trained(folder, device, data_root),
+                    *load_with_data(folder.path, data_root, device=device),
                     split=split,
                     images=images,
                     head=head,
@@ -232,13 +232,6 @@ def _plots() -> types.ModuleType:
         raise HypersphereError(
             'pictures need matplotlib, which is not installed: pip install "hypersphere[workbench]"'
         ) from error
-
-
-def _trained(folder: RunFolder, device: str, data_root: Path | None) -> Trainer:
-    """The trainer of a run, with the weights of its last checkpoint."""
-    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
-    trainer.load_weights()
-    return trainer
 
 
 def _write_values(found: Sequence[Landscape], folders: Sequence[RunFolder], file: Path) -> None:

@@ -12,17 +12,17 @@ from rich.table import Table
 from hypersphere import evaluate, report
 from hypersphere.cli.options import Device, Run, RunDataRoot, Runs
 from hypersphere.cli.terminal import console
-from hypersphere.runs import RunFolder
-from hypersphere.train import Trainer, pick_device
+from hypersphere.runs import RunFolder, described, load_with_data
+from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 
 
 def evaluate_run(run: Run, device: Device = "auto", data_root: RunDataRoot = None) -> None:
     """Measure the last checkpoint of a run again and show its metrics."""
     folder = RunFolder.open(run)
-    trainer = Trainer(folder.recipe(), folder, pick_device(device), data_root=data_root or folder.data_root())
-    trainer.load_weights()
-    outputs = trainer.outputs()
-    trainer.write_evaluation(outputs, trainer.metrics(outputs))
+    system, data = load_with_data(run, data_root, device=device)
+    outputs = outputs_of(system, data, data_root or folder.data_root())
+    write_evaluation(folder, system, outputs, metrics_of(system, outputs))
+    folder.write_facts(**described(data))  # runs of older versions do not say it
     show_metrics([folder])
 
 
@@ -38,7 +38,7 @@ def report_runs(
 def show_metrics(runs: list[RunFolder]) -> None:
     """Print the metrics of runs side by side, the best ones in bold."""
     found = [run.evaluation()["metrics"] for run in runs]
-    titles = [escape(metric.title) for metric in evaluate.columns(found).values()]
+    titles = [metric.title for metric in evaluate.columns(found).values()]
     names = [escape(run.facts()["name"]) for run in runs]
     cells = [
         [f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row] for row in evaluate.table(found)
@@ -53,8 +53,6 @@ def show_metrics(runs: list[RunFolder]) -> None:
     for name, row in zip(names, cells, strict=True):
         grid.add_row(name, *row)
     console.print(grid)
-    for title, texts in evaluate.details(found):
-        console.print(f"{title}: {', '.join(texts)}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_report(runs: list[RunFolder], output: Path) -> None:

@@ -13,8 +13,8 @@ from hypersphere import recipe, report
 from hypersphere.cli.options import DataRoot, Device, Overrides, Run, RunDataRoot
 from hypersphere.cli.runs import show_metrics, write_report
 from hypersphere.cli.terminal import console
-from hypersphere.runs import RunFolder
-from hypersphere.train import ProgressBar, Trainer, pick_device
+from hypersphere.runs import RunFolder, pick_device
+from hypersphere.train import ProgressBar, Trainer
 from hypersphere.train.distributed import world
 
 DEMO = ("digits-softmax", "digits-a-softmax", "digits-arcface")

@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 
 from hypersphere.data.sources import data_roots, datasets
-from hypersphere.data.splits import DataError, Dataset, FolderSplit, optional_module, stratified_split
+from hypersphere.data.splits import IMAGE_SUFFIXES, DataError, Dataset, FolderSplit, optional_module, stratified_split
 from hypersphere.errors import ArgumentError
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
 
 @datasets.register("image-folder")
@@ -84,13 +82,13 @@ def _scan(folder: Path, class_names: Sequence[str], size: tuple[int, int], skipp
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(class_names):
-        candidates = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
+        candidates = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
         unreadable = [file for file in candidates if not _has_image_header(file)]
         readable = [file for file in candidates if file not in unreadable]
         if not readable:
             raise DataError(
                 f"class folder {folder / name} has no readable image ({len(unreadable)} unreadable, formats: "
-                f"{' '.join(SUFFIXES)}). Add images or delete the folder."
+                f"{' '.join(IMAGE_SUFFIXES)}). Add images or delete the folder."
             )
         skipped += unreadable
         files += readable

@@ -51,6 +51,31 @@ def decode_image(file: Path) -> Any:
         raise DataError(f"{file} cannot be decoded ({error}). Replace the file or delete it.") from error
 
 
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
+"""Endings of the names of files that are taken for images."""
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and in its folders, in the order of their names, without hidden ones.
+
+    Raises:
+        DataError: There is none.
+    """
+    files = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    found = [file for file in sorted(files) if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    if not found:
+        raise DataError(f"{folder} has no images (formats: {' '.join(IMAGE_SUFFIXES)}).")
+    return found
+
+
+def fit_image(picture: Any, size: tuple[int, int]) -> Tensor:
+    """A PIL image of RGB as bytes ``(3, H, W)``: scaled to cover ``size``, then cropped at the centre."""
+    fit = optional_module("PIL.ImageOps", "pillow").fit
+    resampling = optional_module("PIL.Image", "pillow").Resampling.BILINEAR
+    height, width = size
+    return torch.from_numpy(np.array(fit(picture, (width, height), resampling))).permute(2, 0, 1).contiguous()
+
+
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
     """Images, or other samples, that are resident as one tensor.
@@ -130,11 +155,7 @@ class FolderSplit:
         Raises:
             DataError: The file is missing, damaged or cut short; the message names it.
         """
-        fit = optional_module("PIL.ImageOps", "pillow").fit
-        resampling = optional_module("PIL.Image", "pillow").Resampling.BILINEAR
-        height, width = self.size
-        rgb = fit(decode_image(self.files[index]), (width, height), resampling)
-        return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+        return fit_image(decode_image(self.files[index]), self.size)
 
 
 Split: TypeAlias = TensorSplit | FolderSplit

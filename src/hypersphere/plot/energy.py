@@ -15,10 +15,9 @@ from matplotlib.lines import Line2D
 
 from hypersphere.errors import ArgumentError
 from hypersphere.plot.style import MUTED, color, new_figure, plain, styled
-from hypersphere.report import ReportError
 from hypersphere.report.geometry import Floats, Ints
-from hypersphere.report.runs import Energies, Run, load_run
-from hypersphere.runs import RunFolder
+from hypersphere.runs import RunError, RunFolder
+from hypersphere.runs.read import Energies, Run, load_run
 
 MARKED = 25
 """Most points of a line that are marked."""
@@ -44,7 +43,7 @@ def energy_curves(runs: Sequence[Path]) -> Figure:
     for folder in map(Path, runs):
         run = load_run(folder)
         if run.energies is None:
-            raise ReportError(f"{folder} has no energies: train it with evaluate.energy=true")
+            raise RunError(f"{folder} has no energies: train it with evaluate.energy=true")
         groups.setdefault(str(run.facts.get("name") or run.folder), []).append(run.energies)
     figure = new_figure(9.2, 3.5)
     left, right = figure.subplots(1, 2)
@@ -93,7 +92,7 @@ def dynamics(runs: Sequence[Path], *, layers: bool = False) -> Figure:
     ]
     panels = [panel for panel in found if panel[2]]
     if not panels:
-        raise ReportError("the runs have no test errors and no energies: train with evaluate.energy=true")
+        raise RunError("the runs have no test errors and no energies: train with evaluate.energy=true")
     names = list(dict.fromkeys(name for one in every for name in one.layers)) if layers else []
     below = math.ceil(len(names) / COLUMNS)
     figure = new_figure(4.6 * max(len(panels), 2 if below else 1), 3.5 + 2.1 * below)

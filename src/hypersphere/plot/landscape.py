@@ -14,13 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import Tensor, nn
 
+from hypersphere.data import Dataset
 from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.orthogonal import cached
 from hypersphere.plot.style import INK, MUTED, color, new_figure, plain, styled
 from hypersphere.report.geometry import Floats
-from hypersphere.train import Trainer
+from hypersphere.runs import System
 
 COLOURS = "viridis"
 LEVELS = 24
@@ -29,7 +30,8 @@ WIDE = 30.0
 
 
 def run_landscape(
-    trainer: Trainer,
+    system: System,
+    dataset: Dataset,
     *,
     split: str = "test",
     images: int | None = None,
@@ -44,7 +46,8 @@ def run_landscape(
     is what moves.
 
     Args:
-        trainer: With its weights loaded.
+        system: The trained run.
+        dataset: Its data set.
         split: ``"test"`` or ``"train"`` images.
         images: How many of them, evenly from the whole split; by default all. They are kept on the device.
         head: Move the weights of the head as well.
@@ -52,35 +55,34 @@ def run_landscape(
         **options: Options of :func:`hypersphere.landscape.landscape`.
     """
     check_choice("split", split, ("test", "train"))
-    data = trainer.data.test if split == "test" else trainer.data.train
+    data = dataset.test if split == "test" else dataset.train
     if images is not None:
         check_range("images", images, 1)
         chosen = torch.arange(min(images, len(data))) * len(data) // min(images, len(data))
         data = data.select(chosen, data.labels[chosen])
-    batches = list(evaluation_batches(data, trainer.recipe.evaluate.batch_size, trainer.device))
-    parts = nn.ModuleList([trainer.model, trainer.head])
-    frozen = [] if head else [p for p in trainer.head.parameters() if p.requires_grad]
+    batches = list(evaluation_batches(data, system.recipe.evaluate.batch_size, system.device))
+    parts = nn.ModuleList([system.model, system.head])
+    frozen = [] if head else [p for p in system.head.parameters() if p.requires_grad]
 
     def measure() -> dict[str, Tensor]:
         total: Any = 0.0
         wrong: Any = 0.0
-        with cached(trainer.model):
+        with cached(system.model):
             for batch, labels in batches:
-                with trainer._autocast():
-                    features = trainer.model(trainer.preprocess(batch))
+                with system.autocast():
+                    features = system.model(system.preprocess(batch))
                 finite = features.isfinite().all(1)
                 features = features.where(finite.unsqueeze(1), 0.0)
-                loss = trainer.head(features, labels).double()
+                loss = system.head(features, labels).double()
                 total = total + len(labels) * loss.masked_fill(~finite.all(), float("inf"))
-                wrong = wrong + ((trainer.head.logits(features).argmax(1) != labels) | ~finite).double().sum()
+                wrong = wrong + ((system.head.logits(features).argmax(1) != labels) | ~finite).double().sum()
         progress()
         return {"loss": total / len(data), "error": wrong / len(data)}
 
     for p in frozen:
         p.requires_grad_(False)
     try:
-        with trainer._averaged():
-            return landscape(parts, measure, **options)
+        return landscape(parts, measure, **options)
     finally:
         for p in frozen:
             p.requires_grad_(True)

@@ -25,10 +25,11 @@ from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.geometry import norm
 from hypersphere.plot.style import FAINT, INK, MARKERS, MUTED, PALETTE, angle_axis, color, new_figure, plain, styled
-from hypersphere.report import ReportError, geometry
+from hypersphere.report import geometry
 from hypersphere.report.figures import MAX_CLASSES, MAX_POINTS
 from hypersphere.report.geometry import Floats
-from hypersphere.report.runs import Features, Run, load_run
+from hypersphere.runs import RunError
+from hypersphere.runs.read import Features, Run, load_run
 
 BIN_DEGREES = 3
 NOTE_WIDTH = 48
@@ -102,9 +103,9 @@ def features(runs: Sequence[Path]) -> Figure:
 
 def _test_features(run: Run, folder: Path) -> Features:
     if run.test is None:
-        raise ReportError(f"{folder} has no test features: `hypersphere evaluate {folder}` makes them")
+        raise RunError(f"{folder} has no test features: `hypersphere evaluate {folder}` makes them")
     if run.test.vectors.shape[1] < 2:
-        raise ReportError(f"{folder} has features of 1 dimension; directions need at least 2")
+        raise RunError(f"{folder} has features of 1 dimension; directions need at least 2")
     return run.test
 
 

@@ -4,7 +4,7 @@ Example:
     >>> from pathlib import Path
     >>> write([], Path("report.html"))
     Traceback (most recent call last):
-    hypersphere.report.runs.ReportError: no run folder was given; name at least one folder of a training run
+    hypersphere.runs.artefacts.RunError: no run folder was given; name at least one folder of a training run
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hypersphere.report.page import render, write_page
-from hypersphere.report.runs import ReportError, load_run
+from hypersphere.runs import RunError, load_run
 
-__all__ = ["ReportError", "build", "write"]
+__all__ = ["build", "write"]
 
 
 def build(runs: Sequence[Path]) -> str:
@@ -25,10 +25,10 @@ def build(runs: Sequence[Path]) -> str:
         runs: Folders of training runs; several are shown side by side in this order.
 
     Raises:
-        ReportError: No folder was given, or a folder lacks what the report needs.
+        RunError: No folder was given, or a folder lacks what the report needs.
     """
     if not runs:
-        raise ReportError("no run folder was given; name at least one folder of a training run")
+        raise RunError("no run folder was given; name at least one folder of a training run")
     return render([load_run(Path(folder)) for folder in runs])
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hypersphere import orthogonal
+from hypersphere import data, orthogonal
+from hypersphere.data import Dataset
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import MarginSoftmax, losses
@@ -80,3 +82,23 @@ def _rotated(model: Any, recipe: Recipe) -> Any:
         return orthogonal.apply(model, recipe.build(maps, ("orthogonal",)), seed=seed, **part.arguments)
     except ArgumentError as error:
         raise recipe.blame(error, "orthogonal") from error
+
+
+def load_data(recipe: Recipe, root: Path | None = None) -> Dataset:
+    """The data set of a recipe.
+
+    Args:
+        recipe: What names it.
+        root: Where data sets are looked for.
+
+    Example:
+        >>> from hypersphere import recipe
+        >>> load_data(recipe.load("digits-softmax")).train.shape
+        (1, 8, 8)
+    """
+    part = recipe.data
+    try:
+        return data.load(part.name, root, hold_out=part.hold_out, imbalance=part.imbalance.model_dump(), **part.options)
+    except ArgumentError as error:
+        section = ("data", "imbalance") if error.argument in ("keep", "graded") else ("data",)
+        raise recipe.blame(error, *section) from error

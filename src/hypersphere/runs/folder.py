@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 import hypersphere
+from hypersphere import plugins
 from hypersphere import recipe as recipes
-from hypersphere.errors import HypersphereError
-from hypersphere.recipe import Recipe
+from hypersphere.recipe import Recipe, RecipeError
+from hypersphere.runs import artefacts
+from hypersphere.runs.artefacts import RunError
 
-
-class RunError(HypersphereError):
-    """A run folder that cannot be used as asked."""
+CHECKPOINT = "checkpoint"
+"""Schema of the tensors of a checkpoint."""
+STATE = "state.safetensors"
+"""File of the tensors of a checkpoint."""
 
 
 @contextmanager
@@ -101,6 +102,7 @@ class RunFolder:
             version=code_version(),
             command=shlex.join(["hypersphere", *sys.argv[1:]]),
             environment=environment(device),
+            plugins=[plugin.record() for plugin in plugins.loaded()],
             data_root=None if data_root is None else str(data_root.resolve()),
             started=_now(),
             finished=None,
@@ -150,12 +152,32 @@ class RunFolder:
         return self.path / "report.html"
 
     def recipe(self) -> Recipe:
-        """The resolved recipe of the run."""
-        return recipes.load(self.recipe_file)
+        """The resolved recipe of the run, which loads no code.
+
+        Raises:
+            RunError: It cannot be read, or needs a plugin that is not loaded.
+        """
+        plugins.load_installed()
+        try:
+            return recipes.load(self.recipe_file)
+        except RecipeError as error:
+            here = {plugin.digest for plugin in plugins.loaded()}
+            missing = [one for one in self.facts().get("plugins", ()) if one["digest"] not in here]
+            if not missing:
+                raise RunError(
+                    f"{error}\n{self.path} cannot be used with this recipe. Where a part of it came from a plugin, "
+                    "name it: --plugin FILE.py (plugins=[...] in Python)"
+                ) from error
+            named = ", ".join(f"{one['name']} ({one['path']})" for one in missing)
+            options = " ".join(f"--plugin {one['path']}" for one in missing)
+            raise RunError(
+                f"{self.path} was trained with plugins that are not loaded: {named}. Code is never loaded from a run: "
+                f"name them with {options} (plugins=[...] in Python)"
+            ) from error
 
     def facts(self) -> dict[str, Any]:
         """What is known about the run."""
-        return _read_json(self.path / "run.json")
+        return read_json(self.path / "run.json")
 
     def write_facts(self, **changes: Any) -> None:
         """Change some of the facts."""
@@ -174,7 +196,7 @@ class RunFolder:
         file = self.path / "evaluation.json"
         if not file.is_file():
             raise RunError(f"{self.path} has no evaluation yet: `hypersphere evaluate {self.path}` makes one")
-        return _read_json(file)
+        return read_json(file, f"`hypersphere evaluate {self.path}` writes it again")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -198,11 +220,18 @@ class RunFolder:
         """All complete metric rows; a last line cut short by a kill is left out."""
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text().split("\n")
-        try:
-            return [json.loads(line) for line in lines[:-1]]
-        except ValueError as error:
-            raise RunError(f"{self.metrics_file} is damaged: {error}") from error
+        lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        rows = []
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                message = f"{self.metrics_file}, line {number} is not valid JSON ({error}); remove that line"
+                raise RunError(message) from error
+            if not isinstance(row, dict) or "step" not in row:
+                raise RunError(f"{self.metrics_file}, line {number} is not an object with a step; remove that line")
+            rows.append(row)
+        return rows
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a metric row."""
@@ -235,9 +264,8 @@ class RunFolder:
         if target.exists():
             return target
         folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.checkpoints))
-        safetensors.torch.save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors"
-        )
+        recipe = str(state.get("recipe_hash", ""))
+        artefacts.write(folder / STATE, CHECKPOINT, tensors, recipe=recipe, facts={"step": step})
         (folder / "state.json").write_text(json.dumps({"step": step, **state}))
         for file in folder.iterdir():
             with file.open("rb") as opened:
@@ -262,44 +290,44 @@ class RunFolder:
         return complete[-1] if complete else None
 
 
-def load_checkpoint(folder: Path, into: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copy a checkpoint's tensors into existing ones; nothing in the files is ever executed.
+def load_checkpoint(folder: Path, into: Mapping[str, Tensor], recipe: Recipe | None = None) -> dict[str, Any]:
+    """Copy a checkpoint's tensors into existing ones, all or none; nothing in the files is ever executed.
 
     Args:
         folder: A checkpoint folder.
-        into: Live tensors by name; each must be in the checkpoint with the same shape.
+        into: Live tensors by name; each must be in the checkpoint with the same shape and type.
+        recipe: Which the checkpoint must be of.
 
     Returns:
         The JSON state beside the tensors.
     """
-    file = folder / "state.safetensors"
-    try:
-        saved = safetensors.torch.load_file(file)
-        state = _read_json(folder / "state.json")
-    except (OSError, safetensors.SafetensorError) as error:
+    again = f"delete {folder} to go on from the checkpoint before"
+    found = artefacts.read(folder / STATE, CHECKPOINT, names=into.__contains__, again=again)
+    state = read_json(folder / "state.json", again)
+    if found.facts.get("step", state.get("step")) != state.get("step"):
+        raise RunError(f"{folder} has files of two steps, {found.facts['step']} and {state.get('step')}: {again}")
+    stored = found.recipe or str(state.get("recipe_hash", ""))
+    if recipe is not None and stored and not recipe.matches(stored):
         raise RunError(
-            f"checkpoint {folder} cannot be read: {error}; delete it to go on from the one before"
-        ) from error
-    for name, tensor in into.items():
-        if name not in saved:
-            raise RunError(f"checkpoint {file} has no tensor {name!r}: it was written by another version or recipe")
-        if saved[name].shape != tensor.shape:
-            raise RunError(
-                f"checkpoint {file}: {name!r} is {tuple(saved[name].shape)}, this run needs {tuple(tensor.shape)}"
-            )
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(saved[name])
+            f"checkpoint {folder} is of another recipe ({stored}, not {recipe.hash}): {again}, or put back the "
+            "recipe.yaml that it was written with"
+        )
+    found.copy_into(into)
     return state
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, again: str = "restore it, or train again in another folder") -> dict[str, Any]:
+    """The JSON object in a file; ``again`` says what to do where there is none."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunError(f"{file} is missing: {again}") from error
+    except OSError as error:
+        raise RunError(f"{file} cannot be read ({error}): {again}") from error
+    except ValueError as error:
+        raise RunError(f"{file} is not valid JSON ({error}): {again}") from error
     if not isinstance(content, dict):
-        raise RunError(f"{file} must hold an object, got {type(content).__name__}")
+        raise RunError(f"{file} must hold a JSON object, got {type(content).__name__}: {again}")
     return content
 
 

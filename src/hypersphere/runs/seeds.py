@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
+from torch import Tensor
+
 
 def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits from a seed, a purpose and counts.
@@ -14,3 +17,13 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def epoch_order(samples: int, seed: int, number: int) -> Tensor:
+    """Order of the samples in an epoch, ``(samples,)``.
+
+    Example:
+        >>> epoch_order(4, seed=0, number=0).sort().values
+        tensor([0, 1, 2, 3])
+    """
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(derive_seed(seed, "epoch", number)))

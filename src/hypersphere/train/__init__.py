@@ -1,7 +1,7 @@
 """Training: a recipe and data in, a run folder out."""
 
 from hypersphere.train.callbacks import Callback, EnergyLog, ProgressBar, TensorBoard
-from hypersphere.train.trainer import DivergedError, Interrupted, Trainer, pick_device
+from hypersphere.train.trainer import DivergedError, Interrupted, Trainer
 
 __all__ = [
     "Callback",
@@ -11,5 +11,4 @@ __all__ = [
     "ProgressBar",
     "TensorBoard",
     "Trainer",
-    "pick_device",
 ]

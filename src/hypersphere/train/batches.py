@@ -12,7 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.runs.seeds import derive_seed
+from hypersphere.runs.seeds import epoch_order
 from hypersphere.train.distributed import World
 
 
@@ -38,8 +38,7 @@ class BatchOrder:
 
     def epoch(self, number: int) -> Tensor:
         """Order of the samples in one epoch, ``(samples,)``."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", number))
-        return torch.randperm(self.samples, generator=generator)
+        return epoch_order(self.samples, self.seed, number)
 
     def indices(self, step: int) -> Tensor:
         """Samples of one step, ``(batch_size,)``."""

@@ -14,12 +14,11 @@ from hypersphere.energy import Regulariser, Selection, select
 from hypersphere.energy.layers import neurons
 from hypersphere.errors import ArgumentError
 from hypersphere.orthogonal.rotation import Together, rotations
+from hypersphere.runs.device import AUTOCAST
 from hypersphere.runs.seeds import derive_seed
 from hypersphere.train.batches import Batches
 from hypersphere.train.distributed import World
 from hypersphere.train.randomness import seed_default_generator
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def output_layer(head: nn.Module, target: str = "all") -> Selection:

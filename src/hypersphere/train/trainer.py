@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
@@ -13,32 +12,31 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere import orthogonal
 from hypersphere.attacks import AdversarialBatch, attacks
-from hypersphere.data import Dataset, Split
-from hypersphere.data import load as load_data
+from hypersphere.data import Dataset
 from hypersphere.data.preprocess import Preprocess
-from hypersphere.data.splits import evaluation_batches
 from hypersphere.energy import MHE, Regulariser, energies, select
 from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, HypersphereError
-from hypersphere.evaluate import Outputs, measure
+from hypersphere.evaluate import Outputs
 from hypersphere.losses import MarginSoftmax
-from hypersphere.nn import Decoupled, project_weights, recalibrate, saturation
+from hypersphere.nn import project_weights
 from hypersphere.optim import OGD
 from hypersphere.recipe import Recipe, RecipeError
-from hypersphere.runs import RunError, RunFolder, atomic_write, build, load_checkpoint
+from hypersphere.runs import RunError, RunFolder, System, build, load_checkpoint, load_data
+from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.seeds import derive_seed
+from hypersphere.runs.system import described
 from hypersphere.train.batches import BatchOrder, make_batches
 from hypersphere.train.callbacks import Callback, EnergyLog, OrthogonalityLog, TensorBoard
 from hypersphere.train.distributed import World, synchronise_statistics
 from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
-from hypersphere.train.step import AUTOCAST, CapturedStep, Objective, Step, output_layer
+from hypersphere.train.step import CapturedStep, Objective, Step, output_layer
 
 SETTLE_EVERY = 100
 """Steps between two looks at the matrices of rotations."""
@@ -59,24 +57,6 @@ class Interrupted(HypersphereError):  # noqa: N818 (not an error of anyone's)
         super().__init__(message)
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
-
-
-def pick_device(name: str = "auto") -> torch.device:
-    """The device called ``name``; ``"auto"`` is the first CUDA device where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ArgumentError("device", f"must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", f"must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= torch.cuda.device_count():
-            raise ArgumentError("device", f"is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
-        torch.cuda.set_device(device)  # streams and graphs are made on the current device
-    return device
 
 
 class Trainer:
@@ -120,9 +100,12 @@ class Trainer:
         if recipe.evaluate.recalibrate and self.world.size > 1:
             raise RecipeError("evaluate.recalibrate needs a single process")
         self.data_root = data_root
-        self.data = self._load_data(data_root)
+        self.data = load_data(recipe, data_root)
         self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
+        facts = described(self.data)
+        parts = (self.model, self.head, self.preprocess, self.data.class_names)
+        self.system = System(*parts, recipe, self.data.train.shape, facts["images"], device, recipe.name)
         self.callbacks = list(callbacks) if self.world.main else []
         if recipe.train.tensorboard and self.world.main:
             self.callbacks.append(TensorBoard())
@@ -136,15 +119,6 @@ class Trainer:
         self._pending: list[list[float]] = []  # recorded steps that no metric row covers yet
 
     # ------------------------------------------------------------------------------------------- building
-
-    def _load_data(self, root: Path | None) -> Dataset:
-        recipe = self.recipe.data
-        try:
-            imbalance = recipe.imbalance.model_dump()
-            return load_data(recipe.name, root, hold_out=recipe.hold_out, imbalance=imbalance, **recipe.options)
-        except ArgumentError as error:
-            section = ("data", "imbalance") if error.argument in ("keep", "graded") else ("data",)
-            raise self.recipe.blame(error, *section) from error
 
     def _make_order(self) -> BatchOrder:
         batch_size = self.recipe.data.batch_size
@@ -250,13 +224,7 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors that a trained model consists of, by name."""
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()  # a tensor that layers share is kept once
-        for part, module in (("model", self.model), ("head", self.head), ("preprocess", self.preprocess)):
-            for name, tensor in module.state_dict(keep_vars=True).items():
-                if id(tensor) not in seen:
-                    found[f"{part}.{name}"] = tensor
-                    seen.add(id(tensor))
+        found = self.system.weights()
         if self._averages is not None:
             found |= {f"average.{index}": tensor for index, tensor in enumerate(self._averages)}
         return found
@@ -277,13 +245,6 @@ class Trainer:
             found |= {"scaler.scale": scaler._scale, "scaler.growth": scaler._growth_tracker}
         return found
 
-    def load_weights(self) -> None:
-        """Take the trained weights, and the step they are of, from the run's last checkpoint, for evaluation."""
-        checkpoint = self.run.latest_checkpoint()
-        if checkpoint is None:
-            raise RunError(f"{self.run.path} has no checkpoint yet")
-        self.step_number = load_checkpoint(checkpoint, self.weights())["step"]
-
     def _resume(self) -> None:
         """Go on from the last checkpoint, or from the start."""
         if self.world.main:
@@ -292,7 +253,7 @@ class Trainer:
         checkpoint = self.run.latest_checkpoint()
         if checkpoint is not None:
             state = self.state()
-            saved = load_checkpoint(checkpoint, state)
+            saved = load_checkpoint(checkpoint, state, self.recipe)
             # Not all that a regulariser saves is a tensor that it holds.
             prefix = "regularisers."
             learned = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -303,7 +264,7 @@ class Trainer:
         self.world.barrier()
         if self.world.main:
             self.run.rewind(self.step_number)
-            self.run.write_facts(status="running", finished=None, shape=[*self.data.train.shape])
+            self.run.write_facts(status="running", finished=None, **described(self.data))
 
     # ------------------------------------------------------------------------------------------- training
 
@@ -502,7 +463,8 @@ class Trainer:
                 raise self._diverged(self.step_number, "the features of test images became non-finite", ["model"])
             metrics = self.metrics(outputs)
             if self.step_number == self.recipe.train.steps:
-                self.write_evaluation(outputs, metrics)
+                with self._averaged():
+                    write_evaluation(self.run, self.system, outputs, metrics, self.step_number)
             # Last: a row says that the evaluation need not be done again.
             self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
         self.world.barrier()
@@ -550,70 +512,12 @@ class Trainer:
     def outputs(self) -> Outputs:
         """Features and scores of the test split, and of the unseen classes where there are any."""
         with self._averaged():
-            features, logits, labels = self._extract(self.data.test)
-            unseen = self.data.unseen
-            unseen_features, unseen_labels = None, None
-            if unseen is not None:
-                unseen_features, _, unseen_labels = self._extract(unseen)
-            weight = self.head.class_vectors.float().clone()
-        trained = self.data.train.labels.bincount(minlength=len(self.data.class_names))
-        return Outputs(
-            features,
-            logits,
-            labels,
-            weight,
-            unseen_features,
-            unseen_labels,
-            trained,
-            data=self.data,
-            model=self.model,
-            features_of=self._features_of,
-            predict=lambda samples: self.head.logits(self._features_of(samples)),
-            seed=self.recipe.seed,
-            data_root=self.data_root,
-        )
-
-    def _features_of(self, samples: Tensor) -> Tensor:
-        """Features of samples, of which images are floats in [0, 1]."""
-        with self._autocast():
-            features: Tensor = self.model(self.preprocess.scaled(samples) if self.data.train.holds_images else samples)
-        return features.float()
+            return outputs_of(self.system, self.data, self.data_root)
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
         """What the recipe asks to measure."""
-        index = 0
-
-        def chosen() -> Iterator[dict[str, Any]]:
-            nonlocal index  # of the evaluation that is at work, for messages
-            for index, part in enumerate(self.recipe.evaluate.metrics):  # noqa: B007
-                yield {"name": part.name, **part.options}
-
         with self._averaged():
-            try:
-                found = measure(outputs, chosen())
-            except ArgumentError as error:
-                place = () if error.argument == "metrics" else ("metrics", index)
-                raise self.recipe.blame(error, "evaluate", *place) from error
-        if self.recipe.evaluate.recalibrate:
-            found["accuracy_recalibrated"] = self._recalibrated_accuracy()
-        return found
-
-    @torch.no_grad()
-    def _extract(self, split: Split) -> tuple[Tensor, Tensor, Tensor]:
-        self.model.eval()
-        self.head.eval()
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        with orthogonal.cached(self.model):
-            for images, labels in evaluation_batches(split, self.recipe.evaluate.batch_size, self.device):
-                with self._autocast():
-                    features = self.model(self.preprocess(images))
-                found.append((features.float(), self.head.logits(features), labels))
-        features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return features, logits, labels
-
-    def _autocast(self) -> torch.autocast:
-        dtype = AUTOCAST.get(self.recipe.train.precision)
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+            return metrics_of(self.system, outputs)
 
     def energies(self, energy: Regulariser | None = None) -> Report:
         """Energy of every layer of the model and of the head, beside the least there is and that of random directions.
@@ -628,23 +532,6 @@ class Trainer:
         with self._averaged():
             return report(layers, energy)
 
-    def _recalibrated_accuracy(self) -> float:
-        """Test accuracy with statistics over training images in place of the running ones, which may lag behind."""
-        size = self.recipe.data.batch_size
-        chosen = self.order.epoch(0)[: self.recipe.evaluate.recalibrate * size]
-        part = self.data.train.select(chosen, self.data.train.labels[chosen])
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        try:
-            with self._averaged():
-                with self._autocast():
-                    batches = evaluation_batches(part, size, self.device)
-                    recalibrate(self.model, (self.preprocess(images) for images, _ in batches))
-                _, logits, labels = self._extract(self.data.test)
-        finally:
-            for buffer, value in zip(self.model.buffers(), before, strict=True):
-                buffer.copy_(value)
-        return float((logits.argmax(1) == labels).double().mean())
-
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Put the moving averages in place of the weights, where there are any."""
@@ -658,50 +545,3 @@ class Trainer:
             yield
         finally:
             torch._foreach_copy_(parameters, trained)
-
-    @torch.no_grad()
-    def _learned(self) -> dict[str, Tensor]:
-        """What the report shows of the layers: learned radii and steepnesses, and filters that are small pictures."""
-        found: dict[str, Tensor] = {}
-        for place, (name, layer) in enumerate(self.model.named_modules()):
-            if isinstance(layer, Decoupled):
-                learned = {
-                    "radius": layer.radius if getattr(layer.operator, "learn_radius", False) else None,
-                    "k": layer.k,
-                }
-                found |= {f"{key}/{place:05}/{name}": v.clone() for key, v in learned.items() if v is not None}
-        radii = {key.split("/", 2)[2]: key for key in found if key.startswith("radius/")}
-        if radii:
-            images, _ = next(evaluation_batches(self.data.test, self.recipe.evaluate.batch_size, self.device))
-            with self._autocast():
-                beyond = saturation(self.model, self.preprocess(images))
-            found |= {
-                f"saturated{key.removeprefix('radius')}": beyond[name] for name, key in radii.items() if name in beyond
-            }
-        first = next((layer for layer in self.model.modules() if isinstance(layer, nn.Conv2d)), None)
-        if first is not None and first.groups == 1 and first.in_channels in (1, 3):
-            found["filters"] = first.weight.float().clone()
-        return found
-
-    def write_evaluation(self, outputs: Outputs, metrics: dict[str, float]) -> None:
-        """Keep the metrics, and the features that the report draws."""
-        with atomic_write(self.run.path / "evaluation.json") as file:
-            json.dump({"step": self.step_number, "metrics": metrics}, file, indent=2)
-        tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
-        if outputs.unseen_features is not None and outputs.unseen_labels is not None:
-            tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
-        # Clones: a file holds no two tensors that share their memory, as an artefact and the features may.
-        tensors |= {f"artefact/{name}": value.detach().clone() for name, value in outputs.artefacts.items()}
-        with self._averaged():
-            tensors |= self._learned()
-        file_name = self.run.path / "features.safetensors"
-        temporary = file_name.with_name(f".writing-{file_name.name}")
-        safetensors.torch.save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-            temporary,
-            metadata={
-                "class_names": json.dumps(self.data.class_names),
-                "unseen_names": json.dumps(self.data.unseen_names),
-            },
-        )
-        temporary.replace(file_name)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from hypersphere.data import DataError
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate import Metric, Outputs, evaluations
+from hypersphere.evaluate.protocols import Outputs, evaluations
 from hypersphere.metrics import class_balance, feature_distance, generation_score
+from hypersphere.runs import RunFolder, System, load
 
 BATCH = 1000
 INCEPTION_BATCH = 64
@@ -36,40 +37,34 @@ def _judged(judge: Judge, images: Tensor, batch: int, device: torch.device) -> t
 
 
 @lru_cache(maxsize=1)
-def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.device) -> tuple[Any, Judge]:
-    """The trainer of another run with its last weights, and its model and head as one function.
+def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.device) -> tuple[System, Judge]:
+    """Another run with its last weights, and its model and head as one function.
 
     Kept, since it is asked for at every evaluation; a newer checkpoint, also of the same name, is another one.
     """
-    from hypersphere.runs import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
-    from hypersphere.train import Trainer  # noqa: PLC0415 (it evaluates, and so imports this)
-
-    folder = RunFolder.open(run)
-    trainer = Trainer(folder.recipe(), folder, device, data_root=folder.data_root())
-    trainer.load_weights()
-    trainer.model.eval()
-    trainer.head.eval()
+    system = load(run, device=device)
 
     @torch.no_grad()
     def judge(images: Tensor) -> tuple[Tensor, Tensor]:
-        features = trainer.model(trainer.preprocess(images))
-        return features, trainer.head.logits(features)
+        features = system.model(system.preprocess(images))
+        return features, system.head.logits(features)
 
-    return trainer, judge
+    return system, judge
 
 
 def _load_classifier(path: str, outputs: Outputs, device: torch.device) -> Judge:
-    from hypersphere.runs import RunFolder  # noqa: PLC0415 (it evaluates, and so imports this)
-
     run = Path(path).expanduser().resolve()
     checkpoint = RunFolder.open(run).latest_checkpoint()
     time = 0 if checkpoint is None else checkpoint.stat().st_mtime_ns
-    trainer, judge = _classifier(run, checkpoint, time, device)
-    data = outputs.data
-    if data is not None and (trainer.data.name, trainer.data.class_names) != (data.name, data.class_names):
-        theirs, ours = (f"{d.name!r} with {len(d.class_names)} classes" for d in (trainer.data, data))
+    system, judge = _classifier(run, checkpoint, time, device)
+    data, name = outputs.data, system.recipe.data.name
+    if data is not None and (system.shape, system.classes) != (data.train.shape, data.class_names):
+        theirs, ours = (
+            f"{name!r} with {len(system.classes)} classes",
+            f"{data.name!r} with {len(data.class_names)} classes",
+        )
         raise ArgumentError("classifier", f"must be a run on {ours}, got {path}, which is on {theirs}")
-    if not trainer.head.logits(torch.zeros(1, trainer.model.dim, device=device)).shape[1]:
+    if not system.head.logits(torch.zeros(1, system.model.dim, device=device)).shape[1]:
         raise ArgumentError("classifier", f"must be a run of a classifier, got {path}, which has no classes")
     return judge
 
@@ -107,73 +102,7 @@ def inception_judge(device: torch.device) -> Judge:
     return judge
 
 
-@evaluations.register(
-    "generation",
-    metrics=(
-        Metric(
-            "classifier_score",
-            "Classifier score",
-            form=".3f",
-            better="higher",
-            help="How sure a classifier that was trained on the same data is of each generated image, and how varied "
-            "it finds all of them: between 1 and the number of classes. An inception score by another network. Higher "
-            "is better.",
-        ),
-        Metric(
-            "classifier_score_std",
-            "Classifier score, deviation",
-            form=".3f",
-            help="Standard deviation of that score over the parts that were scored by themselves.",
-            detail=True,
-        ),
-        Metric(
-            "classifier_score_real",
-            "Classifier score of test images",
-            form=".3f",
-            help="The same score of the test images, which a generator can hope for.",
-            detail=True,
-        ),
-        Metric(
-            "inception_score",
-            "Inception score",
-            form=".3f",
-            better="higher",
-            help="How sure torchvision's Inception-v3 is of each generated image, and how varied it finds all of them: "
-            "between 1 and the number of its classes. Higher is better.",
-        ),
-        Metric(
-            "inception_score_std",
-            "Inception score, deviation",
-            form=".3f",
-            help="Standard deviation of that score over the parts that were scored by themselves.",
-            detail=True,
-        ),
-        Metric(
-            "inception_score_real",
-            "Inception score of test images",
-            form=".3f",
-            help="The same score of the test images, which a generator can hope for.",
-            detail=True,
-        ),
-        Metric(
-            "classifier_frechet",
-            "Fréchet distance",
-            form=".3f",
-            better="lower",
-            help="Distance between that classifier's features of generated and of test images, each taken as a normal "
-            "distribution. Lower is better; comparable only with the same classifier.",
-        ),
-        Metric(
-            "class_balance",
-            "Class balance",
-            unit="%",
-            form=".1%",
-            better="higher",
-            help="How evenly the classes occur among generated images, as that classifier sees them: 100% where all "
-            "are equally frequent. Higher is better.",
-        ),
-    ),
-)
+@evaluations.register("generation")
 def generation(
     outputs: Outputs,
     *,

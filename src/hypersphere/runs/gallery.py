@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import json
 import os
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hypersphere.errors import ArgumentError, HypersphereError, check_range
+from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32, normalise, spherical_mean
 from hypersphere.metrics.neighbours import MEMORY, search
 from hypersphere.metrics.verification import Calibration
+from hypersphere.runs import artefacts
+from hypersphere.runs.artefacts import RunError
 
-_FORMAT, _KEY = 1, "hypersphere_gallery"
+SCHEMA, VERSION = "gallery", 2
+"""Of the file; version 1 was that of Hypersphere 0.1, with a head of another form."""
 
 
 class Match(NamedTuple):
@@ -246,7 +246,7 @@ class Gallery:
     # ----------------------------------------------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file: the templates as a tensor, everything else as JSON in its header.
+        """Write one file of the form of :mod:`hypersphere.runs.artefacts`: templates, and everything else as its facts.
 
         The file is written beside its place, flushed to the disk, and then renamed over the old one in one step: a
         crash at any moment leaves the old gallery or the new one, whole.
@@ -261,9 +261,7 @@ class Gallery:
             ...     Gallery.load(f"{folder}/people.safetensors").threshold
             0.3
         """
-        place = Path(path).resolve()  # the target of a link is replaced, not the link
         head = {
-            "format": _FORMAT,
             "dim": self.dim,
             "model": self.model,
             "fingerprint": self.fingerprint,
@@ -274,17 +272,7 @@ class Gallery:
             "counts": [len(x) for x in self._templates.values()],
         }
         templates = torch.cat([torch.empty(0, self.dim or 0), *self._templates.values()])
-        content = _safetensors("safetensors.torch").save({"templates": templates}, {_KEY: json.dumps(head)})
-        beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with beside.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, place)  # noqa: PTH105 - one step on every system, also over an existing file
-        finally:
-            beside.unlink(missing_ok=True)
-        _flush_folder(place.parent)
+        artefacts.write(Path(path), SCHEMA, {"templates": templates}, version=VERSION, facts=head)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, fingerprint: str | None = None) -> Gallery:
@@ -301,21 +289,18 @@ class Gallery:
             ...     Gallery.load(f"{folder}/people.safetensors").model
             'net'
         """
-        place = Path(path)
+        place, again = Path(path), "give the file of a gallery, or enrol its people again"
         if not place.is_file():
-            raise ArgumentError("path", f"must be the file of a gallery, got {place}, which is not a file")
-        library = _safetensors("safetensors")
-        try:
-            with library.safe_open(str(place), framework="pt") as file:
-                head = json.loads((file.metadata() or {})[_KEY])
-                templates = file.get_tensor("templates")
-        except (library.SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise ArgumentError("path", f"must be the file of a gallery, got {place}: {error}") from None
-        if head["format"] != _FORMAT:
-            raise ArgumentError("path", f"must have format {_FORMAT}, got {head['format']}: a newer version wrote it")
-        names, counts = head["names"], head["counts"]
+            raise RunError(f"{place} is not a file: {again}")
+        found = artefacts.read(place, SCHEMA, version=VERSION, needed=("templates",), again=again)
+        head = found.facts if found.version else found.facts.get("hypersphere_gallery", {"format": None})
+        if not found.version and head["format"] != 1:
+            raise RunError(f"{place} is no gallery of version 0.1, its format is {head['format']}: {again}")
+        templates, names, counts = found.tensors["templates"], head["names"], head["counts"]
+        if templates.dtype != torch.float32 or templates.dim() != 2:
+            raise RunError(f"{place} has templates {tuple(templates.shape)} {templates.dtype}, not (T, D): {again}")
         if len(set(names)) != len(names) or len(counts) != len(names) or sum(counts) != len(templates):
-            raise ArgumentError("path", f"must be a consistent gallery, got {place} with other names than templates")
+            raise RunError(f"{place} has other names than templates: {again}")
         if fingerprint is not None and head["fingerprint"] != fingerprint:
             made = head["model"] or "another model"
             raise ArgumentError("fingerprint", f"must be that of the gallery, which holds features of {made}")
@@ -324,24 +309,3 @@ class Gallery:
         gallery = cls(**made_by, images=head.get("images", ""), threshold=threshold)  # older files do not say
         gallery._templates = dict(zip(names, (x.clone() for x in templates.split(counts)), strict=True))
         return gallery
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make the renaming itself last through a power cut, where the system lets a folder be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # pragma: no cover - Windows
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _safetensors(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise HypersphereError(
-            'files of galleries need safetensors, which is not installed: pip install "hypersphere[workbench]"'
-        ) from None

@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hypersphere.data.folder import SUFFIXES
+from hypersphere.data.align import align
 from hypersphere.data.sources import Layout, Source, content, datasets, labelled_images, locate, sources
 from hypersphere.data.splits import (
+    IMAGE_SUFFIXES,
     DataError,
     Dataset,
     FolderSplit,
@@ -27,7 +28,6 @@ from hypersphere.data.splits import (
     stratified_split,
 )
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.tasks.faces.align import align
 
 # ------------------------------------------------------------------------------------------------------- pairs
 
@@ -171,8 +171,8 @@ def find_images(folder: Path, images: Iterable[str]) -> dict[str, Path]:
     found = {}
     for name in images:
         stem = folder / name
-        for path in (stem, *(stem.with_name(stem.name + suffix) for suffix in SUFFIXES)):
-            if path.suffix.lower() in SUFFIXES and path.is_file():
+        for path in (stem, *(stem.with_name(stem.name + suffix) for suffix in IMAGE_SUFFIXES)):
+            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
                 found[name] = path
                 break
     return found
@@ -237,7 +237,7 @@ def write_landmarks(path: Path, landmarks: Mapping[str, Tensor]) -> None:
 
 
 def _without_suffix(name: str) -> str:
-    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in SUFFIXES else name
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in IMAGE_SUFFIXES else name
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +248,7 @@ class AlignedSplit(FolderSplit):
         files: One image file per label.
         labels: ``(N,)`` int64.
         size: ``(H, W)`` of the aligned images.
-        landmarks: ``(N, 5, 2)`` in each image as it is shown, upright; see :func:`hypersphere.tasks.faces.align.align`.
+        landmarks: ``(N, 5, 2)`` in each image as it is shown, upright; see :func:`hypersphere.data.align.align`.
 
     Example:
         >>> faces = AlignedSplit((Path("ann.jpg"),), torch.tensor([0]), (112, 96), torch.rand(1, 5, 2))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 import yaml
-from safetensors import SafetensorError, safe_open
+from numpy.typing import NDArray
+from torch import Tensor
 
-from hypersphere.errors import HypersphereError
-from hypersphere.report.geometry import Floats, Ints
+from hypersphere.runs import artefacts
+from hypersphere.runs.artefacts import ARTEFACT, RunError, layer_parts
+from hypersphere.runs.folder import RunFolder, read_json
 
-ARTEFACT = "artefact/"
-"""First part of the names of tensors that evaluations left for pictures."""
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
-
-class ReportError(HypersphereError):
-    """A run folder cannot be reported on; the message names the folder or file and says what to do."""
+FEATURES = "features.safetensors"
+"""File of what an evaluation found."""
+EVALUATION = "evaluation"
+"""Schema of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -114,24 +117,24 @@ def load_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        ReportError: The folder or a needed file is missing, or a file cannot be read.
+        RunError: The folder or a needed file is missing, or a file cannot be read.
     """
     if not folder.is_dir():
-        raise ReportError(f"run folder {folder} does not exist; give a folder that a training run wrote")
+        raise RunError(f"run folder {folder} does not exist; give a folder that a training run wrote")
     for needed in ("recipe.yaml", "run.json", "metrics.jsonl"):
         if not (folder / needed).is_file():
-            raise ReportError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")
+            raise RunError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     evaluation = folder / "evaluation.json"
-    metrics = _read_metrics(folder / "metrics.jsonl")
-    tensors, metadata = _read_tensors(folder / "features.safetensors")
+    metrics = RunFolder(folder).rows()
+    tensors, metadata = _read_tensors(folder / FEATURES)
     return Run(
         folder=folder.resolve().name,
-        facts=_read_object(folder / "run.json"),
+        facts=RunFolder(folder).facts(),
         recipe=recipe,
         loss=_loss_name(folder / "recipe.yaml", recipe),
         metrics=metrics,
-        results=_read_object(evaluation).get("metrics", {}) if evaluation.is_file() else {},
+        results=RunFolder(folder).evaluation().get("metrics", {}) if evaluation.is_file() else {},
         test=_features(tensors, "", metadata),
         unseen=_features(tensors, "unseen_", metadata),
         layers=_layers(tensors),
@@ -141,55 +144,28 @@ def load_run(folder: Path) -> Run:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ReportError(f"{path} is not valid JSON ({error}); write it again by running the step again") from error
-    if not isinstance(content, dict):
-        raise ReportError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
 def _loss_name(path: Path, text: str) -> str:
     try:
         recipe = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ReportError(f"{path} is not valid YAML ({error}); restore it from the recipe of the run") from error
+        raise RunError(f"{path} is not valid YAML ({error}); restore it from the recipe of the run") from error
     loss = recipe.get("loss") if isinstance(recipe, dict) else None
     return str(loss.get("name", "")) if isinstance(loss, dict) else ""
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # a run that was killed leaves its last line unfinished
-                break
-            raise ReportError(f"{path}, line {number} is not valid JSON ({error}); remove that line") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise ReportError(f"{path}, line {number} is not an object with a step; remove that line")
-        rows.append(row)
-    return rows
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Tensors of an evaluation, and the names of its classes; nothing where there was none."""
     if not path.is_file():
         return {}, {}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-            metadata = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
-    except (SafetensorError, ValueError) as error:
-        raise ReportError(f"{path} cannot be read ({error}); evaluate the run again") from error
-    for needed in ("features", "labels", *(("unseen_labels",) if "unseen_features" in tensors else ())):
-        if needed not in tensors:
-            raise ReportError(f"{path} has no tensor {needed!r}; evaluate the run again")
-    return tensors, metadata
+    again = "evaluate the run again"
+    found = artefacts.read(path, EVALUATION, needed=("features", "labels"), again=again)
+    if "unseen_features" in found.tensors and "unseen_labels" not in found.tensors:
+        raise RunError(f"{path} has no tensor 'unseen_labels': {again}")
+    return {name: _array(tensor) for name, tensor in found.tensors.items()}, found.facts
+
+
+def _array(tensor: Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _energies(folder: Path, metrics: list[dict[str, Any]]) -> Energies | None:
@@ -197,7 +173,7 @@ def _energies(folder: Path, metrics: list[dict[str, Any]]) -> Energies | None:
     rows = [row for row in metrics if row.get("split") == "energy"]
     if not rows or not (folder / "energy.json").is_file():
         return None
-    facts = _read_object(folder / "energy.json")
+    facts = read_json(folder / "energy.json")
     try:
         layers = facts["layers"]
         values = np.array([[float(row[f"energy/{name}"]) for name in layers] for row in rows])
@@ -205,7 +181,7 @@ def _energies(folder: Path, metrics: list[dict[str, Any]]) -> Energies | None:
         space = "half space" if facts["half_space"] else "full space"
         kind = f"s = {facts['s']:g}, {'angles, ' if facts['angular'] else ''}{space}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError(f"{folder / 'energy.json'} does not fit the metrics of the run ({error!r})") from error
+        raise RunError(f"{folder / 'energy.json'} does not fit the metrics of the run ({error!r})") from error
     finite = np.isfinite(values).all(axis=1)
     if not finite.any():
         return None
@@ -231,10 +207,10 @@ def _drawable(values: Any) -> bool:
 
 
 def _layers(tensors: dict[str, Any]) -> dict[str, dict[str, Floats]]:
-    """What decoupled layers learned, from tensors called ``quantity/place in the network/name of the layer``."""
+    """What decoupled layers learned, in the order of the layers."""
     found: dict[str, dict[str, Floats]] = {}
     for key in sorted(tensors):
-        quantity, *rest = key.split("/", 2)
-        if rest and not key.startswith(ARTEFACT) and _drawable(tensors[key]):
-            found.setdefault(quantity, {})[rest[-1]] = tensors[key].astype(np.float64)
+        part = layer_parts(key)
+        if part is not None and _drawable(tensors[key]):
+            found.setdefault(part.quantity, {})[part.layer] = tensors[key].astype(np.float64)
     return found

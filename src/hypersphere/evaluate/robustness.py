@@ -8,8 +8,7 @@ take their gradients elsewhere or need none, more steps, another loss, and budge
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hypersphere.attacks import Attack, DeepFool, Predict, attacked, attacks, gradients, lengths
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate import Metric, Outputs, evaluations
+from hypersphere.evaluate.protocols import Outputs, evaluations
 
 Bounded = Literal["fgsm", "bim", "pgd", "square"]
 """Attacks that have a budget."""
@@ -38,13 +37,11 @@ class Check(NamedTuple):
     """What one check for masking measures.
 
     Attributes:
-        title: What a large value means, in a few words.
         sign: Above this the value is a sign of masking.
         good: What it means if it is not; ``{}`` is the value in percent.
         bad: What it means if it is.
     """
 
-    title: str
     sign: float
     good: str
     bad: str
@@ -52,57 +49,48 @@ class Check(NamedTuple):
 
 CHECKS: dict[str, Check] = {
     "masking_transfer": Check(
-        "other model's gradients are stronger",
         TOLERANCE,
         "no attack is stronger with another model's gradients than with its own ({} points)",
         "an attack is stronger with another model's gradients than with its own, by {} points: its own lead astray",
     ),
     "masking_gradient_free": Check(
-        "no gradients are stronger",
         TOLERANCE,
         "random search without gradients is no stronger than following them ({} points)",
         "random search without gradients is stronger than following them, by {} points",
     ),
     "masking_single_step": Check(
-        "one step is stronger than many",
         TOLERANCE,
         "many small steps are no weaker than one large one ({} points)",
         "many small steps are weaker than one large one, by {} points: gradients nearby are of no use",
     ),
     "masking_fgsm": Check(
-        "strongest attack beyond one step",
         0.1,
         "one large step finds most of what there is: the strongest attack takes {} points more",
         "one large step misses much of what there is, the strongest attack takes {} points more: its accuracy says "
         "little on its own",
     ),
     "masking_steps": Check(
-        "more steps are stronger",
         TOLERANCE,
         f"{MORE} times the steps take {{}} points more: there were enough",
         f"{MORE} times the steps take {{}} points more: there were too few to believe the accuracy",
     ),
     "masking_loss": Check(
-        "margin is stronger than cross-entropy",
         0.05,  # the margin is a little stronger with any model
         "climbing the margin of the logits is hardly stronger than climbing the cross-entropy ({} points)",
         "climbing the margin of the logits is stronger than climbing the cross-entropy, by {} points: the latter is "
         "saturated",
     ),
     "masking_zero_gradients": Check(
-        "images with zero gradients",
         TOLERANCE,
         "{} % of the images have a gradient of exactly zero",
         "{} % of the images have a gradient of exactly zero: attacks by gradient do not change them",
     ),
     "masking_rises": Check(
-        "accuracy rises with the budget",
         TOLERANCE,
         "accuracy falls as the budget grows (largest rise: {} points)",
         "accuracy rises by {} points as the budget grows, which it cannot: attacks fail",
     ),
     "masking_unbounded": Check(
-        "right under any change",
         TOLERANCE,
         "with a budget that allows any image, {} % stay right",
         "with a budget that allows any image, {} % stay right, and none should: attacks fail",
@@ -127,50 +115,7 @@ def explain(metrics: Mapping[str, float]) -> list[tuple[bool, str]]:
     return found
 
 
-def _under(name: str, title: str, what: str, *, detail: bool = False) -> Metric:
-    words = f"Share of test images that get the right class after {what}. Higher is better."
-    return Metric(f"accuracy_{name}", title, unit="%", better="higher", help=words, detail=detail)
-
-
-@evaluations.register(
-    "attacks",
-    metrics=(
-        _under("natural", "Natural accuracy", "nothing: the images that are attacked, as they are", detail=True),
-        _under("fgsm", "Under FGSM", "one step along the sign of the gradient"),
-        _under("bim", "Under BIM", "many small steps along the sign of the gradient"),
-        _under("pgd", "Under PGD", "many small steps along the sign of the gradient from a random start"),
-        _under("square", "Under Square", "random squares that are kept where they help, without gradients"),
-        _under("strongest", "Under any attack", "the strongest of all attacks tried, with and without gradients"),
-        _under("transfer_*", "Under {}, transfer", "an attack with the gradients of another model", detail=True),
-        Metric(
-            "masking_signs",
-            "Signs of masking",
-            form=".0f",
-            better="lower",
-            help="How many checks say that gradients lead attacks astray, so that the model looks more robust than it "
-            "is.",
-        ),
-        *(
-            Metric(
-                name,
-                f"Masking: {check.title}",
-                unit="%",
-                better="lower",
-                help=f"A check for misleading gradients; above {check.sign:.0%} it is a sign of them.",
-                detail=True,
-            )
-            for name, check in CHECKS.items()
-        ),
-        Metric(
-            "deepfool_*",
-            "Median smallest change, {}",
-            better="higher",
-            help="Median size ({}) of the smallest change that DeepFool finds for images that are classified rightly. "
-            "Higher is more robust.",
-            detail=True,
-        ),
-    ),
-)
+@evaluations.register("attacks")
 def robustness(
     outputs: Outputs,
     *,
@@ -223,9 +168,9 @@ def robustness(
         found[f"accuracy_{name}"] = run.accuracy(adversarial[name])
     curves = _curves(run, attacks, strengths or tuple(eps * factor for factor in FACTORS), found)
     if source is not None:
-        with source_predict(source, outputs) as other:
-            for name in attacks:
-                found[f"accuracy_transfer_{name}"] = run.accuracy(run.attacked(name, predict=other))
+        other = source_predict(source, outputs)
+        for name in attacks:
+            found[f"accuracy_transfer_{name}"] = run.accuracy(run.attacked(name, predict=other))
     if masking:
         found |= _checks(run, attacks, curves, found)
     if deepfool:
@@ -403,24 +348,17 @@ def _features(features_of: Predict, images: Tensor, batch_size: int) -> Tensor:
     return torch.cat([features_of(part) for part in images.split(batch_size)]).float()
 
 
-@contextmanager
-def source_predict(source: str | Path, outputs: Outputs) -> Iterator[Predict]:
+def source_predict(source: str | Path, outputs: Outputs) -> Predict:
     """The function from images to logits of another run's last checkpoint.
 
     Args:
         source: Folder of the run.
         outputs: Of the model that will be tested, which says what the images are and where.
     """
-    from hypersphere.runs import RunFolder  # noqa: PLC0415 (the trainer needs evaluations)
-    from hypersphere.train import Trainer  # noqa: PLC0415 (the trainer needs evaluations)
-
-    folder = RunFolder.open(Path(source))
-    device = outputs.labels.device
-    trainer = Trainer(folder.recipe(), folder, device, data_root=folder.data_root())
-    trainer.load_weights()
-    if outputs.data is not None:
-        mine, its = ((d.train.shape, d.class_names) for d in (outputs.data, trainer.data))
-        if mine != its:
-            raise ArgumentError("source", f"must be a run on the same images and classes, got {trainer.data.name!r}")
-    with trainer._averaged():
-        yield _required(trainer.outputs().predict)
+    if outputs.load is None:
+        raise ArgumentError("source", "must be left out for outputs that do not say how a run is loaded")
+    system, data = outputs.load(source), outputs.data
+    if data is not None and (data.train.shape, data.class_names) != (system.shape, system.classes):
+        name = system.recipe.data.name
+        raise ArgumentError("source", f"must be a run on the same images and classes, got {name!r}")
+    return system.scores

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-import safetensors
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hypersphere import data, orthogonal
-from hypersphere.data.folder import SUFFIXES
-from hypersphere.data.splits import DataError, FolderSplit
+from hypersphere import orthogonal
+from hypersphere.data.faces import AlignedSplit, Pairs
+from hypersphere.data.splits import DataError, FolderSplit, image_files
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.evaluate import fingerprint
 from hypersphere.metrics import flip_features
 from hypersphere.metrics.neighbours import matching_pairs
-from hypersphere.recipe import Recipe
-from hypersphere.runs import RunError, RunFolder, build, load_checkpoint
-from hypersphere.tasks.faces.data import AlignedSplit, Pairs
+from hypersphere.runs.artefacts import RunError
+from hypersphere.runs.folder import RunFolder
+from hypersphere.runs.gallery import fingerprint
+from hypersphere.runs.loading import load
+from hypersphere.runs.samples import grey
 
 Flip = Literal["none", "add", "concatenate"]
 FLIPS: tuple[str, ...] = get_args(Flip)
@@ -31,7 +31,6 @@ FLIP_WORDS = {
     "add": "direction of the sum of the features of image and mirror image",
     "concatenate": "features of image and mirror image side by side",
 }
-_GREY = (0.299, 0.587, 0.114)  # the luminance of a colour
 
 # --------------------------------------------------------------------------------------------- folders of images
 
@@ -70,15 +69,7 @@ def photos(path: Path) -> list[Photo]:
         return [_photo(path, path.parent)]
     if not path.is_dir():
         raise DataError(f"there is no folder or image {path}.")
-    files = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    found = [
-        _photo(file, path)
-        for file in sorted(files)
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
-    if not found:
-        raise DataError(f"{path} has no images (formats: {' '.join(SUFFIXES)}).")
-    return found
+    return [_photo(file, path) for file in image_files(path)]
 
 
 def _photo(file: Path, folder: Path) -> Photo:
@@ -168,6 +159,7 @@ class Embedder:
         size: Height and width of the images that the network takes; by default what it was trained on.
         flip: What is done with the mirror image: ``"add"`` (the direction of the sum, which is that of the mean),
             ``"concatenate"`` or ``"none"``.
+        plugins: Files or modules of plugins that the recipe needs.
 
     Attributes:
         name: Name of the run.
@@ -187,29 +179,25 @@ class Embedder:
         *,
         size: tuple[int, int] | None = None,
         flip: Flip = "add",
+        plugins: Sequence[str | Path] = (),
     ) -> None:
         check_choice("flip", flip, FLIPS)
         self.run, self.device, self.flip = RunFolder.open(run), torch.device(device), flip
-        recipe = self.run.recipe()
-        self.name = str(self.run.facts()["name"])
-        checkpoint = self.run.latest_checkpoint()
-        if checkpoint is None:
-            raise RunError(f"{run} has no checkpoint yet: train it first, `hypersphere resume {run}`")
-        self.shape = _image_shape(self.run, recipe, checkpoint, size)
-        model: Any
-        model, _, preprocess = build(recipe, self.shape, 2)
-        _load(checkpoint, model, preprocess, averaged=recipe.train.ema is not None)
-        self.model, self.preprocess = model.to(self.device).eval(), preprocess.to(self.device)
-        self.dim = int(model.dim) * (2 if flip == "concatenate" else 1)
-        self.fingerprint = f"{fingerprint(model)}+flip-{flip}"
+        system = load(run, plugins=plugins, device=self.device, size=size)
+        if not system.images:
+            raise RunError(f"{run} is not of a network for images: it takes samples of the shape {system.shape}")
+        channels, height, width = system.shape
+        self.name, self.shape = system.name, (channels, height, width)
+        self.model, self.preprocess = system.model, system.preprocess
+        self.dim = int(self.model.dim) * (2 if flip == "concatenate" else 1)
+        self.fingerprint = f"{fingerprint(self.model)}+flip-{flip}"
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """Features ``(B, D)`` of colour images ``(B, 3, H, W)`` of bytes, without their mirror images."""
         images = images.to(self.device)
         if self.shape[0] == 1:
-            weights = torch.tensor(_GREY, device=self.device).view(1, 3, 1, 1)
-            images = (images * weights).sum(1, keepdim=True).round().to(torch.uint8)
+            images = grey(images)
         return self.model(self.preprocess(images)).float().flatten(1)
 
     def split(self, files: Sequence[Path], landmarks: Tensor | None = None) -> FolderSplit:
@@ -232,8 +220,8 @@ class Embedder:
 
         Args:
             files: N files.
-            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.tasks.faces.align.align`; NaN for an image without any,
-                which is left out. Without landmarks the middle of every image is taken.
+            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.data.align.align`; NaN for an image without any, which is
+                left out. Without landmarks the middle of every image is taken.
             batch_size: Images that go through the network at a time; by default 256 on a GPU and 8 on a CPU, where
                 larger batches leave the cache and take twice as long.
             workers: Threads that decode images.
@@ -282,56 +270,6 @@ def _batches(split: FolderSplit, size: int, pool: ThreadPoolExecutor) -> Iterato
         ahead = batch
     if ahead is not None:
         yield [future.result() for future in ahead]
-
-
-def _image_shape(
-    run: RunFolder, recipe: Recipe, checkpoint: Path, size: tuple[int, int] | None
-) -> tuple[int, int, int]:
-    """Shape of the images of a run, as its trainer wrote it down; height and width may be given instead."""
-    shape = run.facts().get("shape")
-    if shape is None:  # of weights that came from elsewhere
-        size = size or recipe.data.options.get("size")
-        shape = [_channels(checkpoint / "state.safetensors"), *size] if size else _data_shape(run, recipe)
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise RunError(f"{run.path} is not of a network for images: it takes samples of the shape {tuple(shape)}")
-    channels, height, width = shape
-    return (channels, height, width) if size is None else (channels, size[0], size[1])
-
-
-def _channels(file: Path) -> int:
-    """Channels of the images that a checkpoint is for."""
-    try:
-        with safetensors.safe_open(str(file), framework="pt") as tensors:
-            return int(tensors.get_slice("preprocess.mean").get_shape()[0])
-    except (OSError, safetensors.SafetensorError) as error:
-        raise RunError(f"checkpoint {file} cannot be read: {error}") from error
-
-
-def _data_shape(run: RunFolder, recipe: Recipe) -> tuple[int, ...]:
-    try:
-        return data.load(recipe.data.name, run.data_root(), **recipe.data.options).train.shape
-    except DataError as error:
-        raise RunError(
-            f"{run.path} does not say how large its images are, and its data {recipe.data.name!r} is not here to ask. "
-            "Give the size as HEIGHTxWIDTH."
-        ) from error
-
-
-def _load(checkpoint: Path, model: nn.Module, preprocess: nn.Module, *, averaged: bool) -> None:
-    """Weights of the checkpoint into a model, or their moving averages where the run has them."""
-    into: dict[str, Tensor] = {}
-    seen: set[int] = set()  # a tensor that layers share is kept once
-    for part, module in (("model", model), ("preprocess", preprocess)):
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                into[f"{part}.{name}"] = tensor
-                seen.add(id(tensor))
-    try:
-        load_checkpoint(checkpoint, into)
-        if averaged:  # those of the model come first
-            load_checkpoint(checkpoint, {f"average.{i}": weight for i, weight in enumerate(model.parameters())})
-    except RunError as error:
-        raise RunError(f"{error}. Where images have another size, give it as HEIGHTxWIDTH.") from error
 
 
 def parse_size(text: str) -> tuple[int, int]:

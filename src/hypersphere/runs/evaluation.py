@@ -1,0 +1,167 @@
+"""What a system puts out on a data set, what is measured of it, and the files that keep both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hypersphere import orthogonal
+from hypersphere.data import Dataset, Split
+from hypersphere.data.splits import evaluation_batches
+from hypersphere.errors import ArgumentError
+from hypersphere.evaluate.protocols import Outputs, measure
+from hypersphere.nn import Decoupled, recalibrate, saturation
+from hypersphere.recipe import Recipe
+from hypersphere.runs import artefacts
+from hypersphere.runs.artefacts import ARTEFACT, layer_name, layer_parts
+from hypersphere.runs.folder import RunFolder, atomic_write
+from hypersphere.runs.loading import load
+from hypersphere.runs.read import EVALUATION, FEATURES
+from hypersphere.runs.seeds import epoch_order
+from hypersphere.runs.system import System
+
+
+def outputs_of(system: System, data: Dataset, data_root: Path | None = None) -> Outputs:
+    """Features and scores of the test split, and of the unseen classes where there are any.
+
+    Args:
+        system: What is evaluated.
+        data: The data set.
+        data_root: Where evaluations look for other data sets.
+    """
+    features, logits, labels = _extract(system, data.test)
+    unseen_features, unseen_labels = None, None
+    if data.unseen is not None:
+        unseen_features, _, unseen_labels = _extract(system, data.unseen)
+    weight = system.head.class_vectors.float().clone()
+    return Outputs(
+        features,
+        logits,
+        labels,
+        weight,
+        unseen_features,
+        unseen_labels,
+        data.train.labels.bincount(minlength=len(data.class_names)),
+        data=data,
+        model=system.model,
+        features_of=system.features,
+        predict=system.scores,
+        seed=system.recipe.seed,
+        data_root=data_root,
+        load=lambda path: load(path, device=system.device),
+    )
+
+
+def metrics_of(system: System, outputs: Outputs) -> dict[str, float]:
+    """What the system's recipe asks to measure of its outputs.
+
+    Args:
+        system: What is evaluated.
+        outputs: Of :func:`outputs_of`.
+    """
+    recipe, index = system.recipe, 0
+
+    def chosen() -> Iterator[str | dict[str, Any]]:
+        nonlocal index  # of the evaluation that is at work, for messages
+        for index, part in enumerate(recipe.evaluate.metrics):  # noqa: B007
+            yield part if isinstance(part, str) else {"name": part.name, **part.options}
+
+    try:
+        found = measure(outputs, chosen())
+    except ArgumentError as error:
+        place = () if error.argument == "metrics" else ("metrics", index)
+        raise recipe.blame(error, "evaluate", *place) from error
+    if recipe.evaluate.recalibrate and outputs.data is not None:
+        found["accuracy_recalibrated"] = _recalibrated_accuracy(system, outputs.data, recipe)
+    return found
+
+
+def write_evaluation(
+    run: RunFolder, system: System, outputs: Outputs, metrics: dict[str, float], step: int | None = None
+) -> None:
+    """Keep the metrics of a run, and the tensors that its report draws.
+
+    Args:
+        run: Where to.
+        system: What was evaluated.
+        outputs: What it put out, with its data set.
+        metrics: What was measured.
+        step: Of the weights; by default that of the system.
+    """
+    data = outputs.data
+    if data is None:
+        raise ArgumentError("outputs", "must have their data set, got None")
+    with atomic_write(run.path / "evaluation.json") as file:
+        json.dump({"step": system.step if step is None else step, "metrics": metrics}, file, indent=2)
+    tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
+    if outputs.unseen_features is not None and outputs.unseen_labels is not None:
+        tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
+    # Clones: a file holds no two tensors that share their memory, as an artefact and the features may.
+    tensors |= {f"{ARTEFACT}{name}": value.detach().clone() for name, value in outputs.artefacts.items()}
+    tensors |= _learned(system, data)
+    facts = {"class_names": [*data.class_names], "unseen_names": [*data.unseen_names]}
+    artefacts.write(run.path / FEATURES, EVALUATION, tensors, recipe=system.recipe.hash, facts=facts)
+
+
+@torch.no_grad()
+def _extract(system: System, split: Split) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, scores and labels of a split."""
+    system.model.eval()
+    system.head.eval()
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    with orthogonal.cached(system.model):
+        for images, labels in evaluation_batches(split, system.recipe.evaluate.batch_size, system.device):
+            with system.autocast():
+                features = system.model(system.preprocess(images))
+            found.append((features.float(), system.head.logits(features), labels))
+    features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return features, logits, labels
+
+
+def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe) -> float:
+    """Test accuracy with statistics over training images in place of the running ones, which may lag behind."""
+    size = recipe.data.batch_size
+    chosen = epoch_order(len(data.train), recipe.seed, 0)[: recipe.evaluate.recalibrate * size]
+    part = data.train.select(chosen, data.train.labels[chosen])
+    before = [buffer.clone() for buffer in system.model.buffers()]
+    try:
+        with system.autocast():
+            batches = evaluation_batches(part, size, system.device)
+            recalibrate(system.model, (system.preprocess(images) for images, _ in batches))
+        _, logits, labels = _extract(system, data.test)
+    finally:
+        for buffer, value in zip(system.model.buffers(), before, strict=True):
+            buffer.copy_(value)
+    return float((logits.argmax(1) == labels).double().mean())
+
+
+@torch.no_grad()
+def _learned(system: System, data: Dataset) -> dict[str, Tensor]:
+    """What the report shows of the layers: learned radii and steepnesses, and filters that are small pictures."""
+    found: dict[str, Tensor] = {}
+    for place, (name, layer) in enumerate(system.model.named_modules()):
+        if isinstance(layer, Decoupled):
+            learned = {
+                "radius": layer.radius if getattr(layer.operator, "learn_radius", False) else None,
+                "k": layer.k,
+            }
+            found |= {layer_name(key, place, name): v.clone() for key, v in learned.items() if v is not None}
+    radii = [part for part in map(layer_parts, found) if part is not None and part.quantity == "radius"]
+    if radii:
+        images, _ = next(evaluation_batches(data.test, system.recipe.evaluate.batch_size, system.device))
+        with system.autocast():
+            beyond = saturation(system.model, system.preprocess(images))
+        found |= {
+            layer_name("saturated", part.place, part.layer): beyond[part.layer]
+            for part in radii
+            if part.layer in beyond
+        }
+    first = next((layer for layer in system.model.modules() if isinstance(layer, nn.Conv2d)), None)
+    if first is not None and first.groups == 1 and first.in_channels in (1, 3):
+        found["filters"] = first.weight.float().clone()
+    return found

@@ -1,1 +1,0 @@
-"""Robustness: accuracy under the attacks of the core, whether it can be believed, and pictures of both."""
