@@ -443,7 +443,7 @@ def test_slopes_of_potentials(potential):
     both = potential.both(q)
     torch.testing.assert_close(both[0].sum(), value)
     torch.testing.assert_close(both[1], slope, rtol=1e-10, atol=1e-12)
-    assert pairs.decode(potential.code()) == potential
+    assert pairs.decode(*potential.code()) == potential
 
 
 def test_a_gradient_that_stays_in_the_graph_is_the_same():
@@ -771,7 +771,7 @@ def test_operation_keeps_what_custom_operations_promise():
     code = Riesz(2.0).code()
     for half_space, grad in itertools.product((False, True), repeat=2):
         for x in (torch.randn(2, 4, 3), torch.randn(3, 4, 2).mT, torch.randn(4, 2, 3).transpose(0, 1)):
-            arguments = (x, None, code, half_space, 0.0, True, grad)
+            arguments = (x, None, *code, half_space, 0.0, True, grad)
             torch.library.opcheck(pairs._pair_sums, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -242,6 +243,8 @@ class ReluCosine(Angular):
         >>> ReluCosine().of_cosine(torch.tensor([0.5, -0.5]))
         tensor([0.5000, 0.0000])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"ends": (1.0, 0.0)}
 
     def of_cosine(self, cosines: Tensor) -> Tensor:
         """Value at the angles of these cosines."""

@@ -351,6 +351,8 @@ class DeepFool(Attack):
         tensor([[0.3960, 0.4040]])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"strength": None}
+
     steps: int = 50
     overshoot: float = 0.02
     classes: int = 10
@@ -476,11 +478,24 @@ class Square(Attack):
 class Foolbox(Attack):
     """Any attack of the foolbox library, by the name of its class; for evaluation, ``pip install foolbox``.
 
+    Whatever the model's function trains gets gradients by it.
+
     Args:
         attack: Name in ``foolbox.attacks``, such as ``"L2CarliniWagnerAttack"`` or ``"BoundaryAttack"``.
         eps: Budget, in the norm of the attack; ``None``: the smallest change that an attack finds.
         options: Arguments of the class.
+
+    Example:
+        >>> attack = Foolbox("LinfFastGradientAttack", eps=0.25)
+        >>> attack.attack, attack.in_step
+        ('LinfFastGradientAttack', False)
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {
+        "options": {"attack": "LinfFastGradientAttack", "eps": 0.03},
+        "needs": "foolbox",
+        "clean": False,
+    }
 
     in_step: ClassVar[bool] = False
 

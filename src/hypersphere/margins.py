@@ -20,9 +20,9 @@ A margin of your own is a subclass (or :func:`register` around a function of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -279,6 +279,8 @@ class Combined(Margin):
         tensor([ 0.7553, -0.4955])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"sizes": {"m1": (1.0, 1.5), "m2": (0.0, 0.3, 0.8), "m3": (0.0, 0.2)}}
+
     def check(self, **m: float) -> None:
         """The ranges above."""
         check_range("m1", m["m1"], 0, open_low=True)
@@ -302,6 +304,8 @@ class Adaptive(Margin):
         tensor([-0.4000, -0.3894])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"sizes": {"m": (0.2, 0.4), "z": (-1.0, 0.0, 0.7)}}
+
     def check(self, **m: float) -> None:
         """In [0, pi]."""
         check_range("m", m["m"], 0, math.pi)
@@ -323,6 +327,8 @@ class Circle(Margin):
         >>> Circle()(torch.tensor([1.0, 0.0]), m=0.25)
         tensor([ 0.0625, -0.9375])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"neutral": None, "derivative": False, "sizes": {"m": (0.1, 0.25, 0.4)}}
 
     def check(self, **m: float) -> None:
         """In [0, 1]."""

@@ -20,6 +20,8 @@ from hypersphere.energy.mhe import MHE, hyperspherical_energy
 from hypersphere.energy.minibatch import InterClass, batch_pairs, batch_versus_all, caffe_inter_class, subset
 from hypersphere.energy.minimise import Minimum, minimise, prototypes, refine
 from hypersphere.energy.orthogonality import SRIP, CosineSum, Orthogonal, Orthonormal, OrthoReg
+from hypersphere.energy.pairwise import PairEnergy
+from hypersphere.energy.potentials import Potential, potentials
 from hypersphere.energy.projections import ProjectionBank
 from hypersphere.energy.report import Report, report
 from hypersphere.energy.uniformity import (
@@ -62,6 +64,8 @@ __all__ = [
     "OrthoReg",
     "Orthogonal",
     "Orthonormal",
+    "PairEnergy",
+    "Potential",
     "ProjectionBank",
     "RPCoMHE",
     "Regulariser",
@@ -81,6 +85,7 @@ __all__ = [
     "hyperspherical_uniformity_gap",
     "minimise",
     "neurons",
+    "potentials",
     "preservation_loss",
     "prototype_loss",
     "prototypes",

@@ -244,6 +244,12 @@ class Compressive(Regulariser):
 
     shared_options: ClassVar[tuple[str, ...]] = ("s", "half_space", "angular", "eps", "hidden_weight", "output_weight")
     later_options: ClassVar[Mapping[str, Any]] = {"angular": False, "eps": 0.0}
+    contract: ClassVar[Mapping[str, Any]] = {
+        "options": {"dim": 4, "s": 1.0},
+        "rotation": False,
+        "optimum": None,
+        "model": False,
+    }
 
     def __init__(
         self,
@@ -523,6 +529,7 @@ class _Moving(_Projected):
 
     rate: Tensor
     pace: Tensor
+    contract: ClassVar[Mapping[str, Any]] = {**Compressive.contract, "graph": False}
 
     def __init__(
         self,
@@ -755,6 +762,8 @@ class GroupCoMHE(_Drawn):
         torch.Size([])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {**Compressive.contract, "options": {"group_channels": 3, "s": 0.5}}
+
     def __init__(
         self,
         *,
@@ -850,6 +859,13 @@ class BPCoMHE(_Projected):
         >>> energy(torch.randn(5, 20)).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {
+        **Compressive.contract,
+        "padding": False,
+        "permutation": False,
+        "scale": False,
+    }
 
     def __init__(
         self, *, dim: int = 30, count: int = 1, redraw_every: int | None = 1, share: str = "dim", **options: Any

@@ -7,8 +7,9 @@ neurons n than inputs d, products of inputs ``(d, d)`` give what products of neu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class _Orthogonality(Regulariser):
     """
 
     decoupled_only = True
+    contract: ClassVar[Mapping[str, Any]] = {"scale": False, "optimum": "orthonormal"}
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class SRIP(_Orthogonality):
         tensor(5.)
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"scale": False, "permutation": False, "optimum": "orthonormal"}
+
     def __init__(
         self,
         *,
@@ -198,7 +202,10 @@ class OrthoReg(Regulariser):
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Sum over the ordered pairs of each matrix of a batch."""
         own = torch.arange(vectors.shape[1], device=vectors.device)
-        return cross_sums(vectors, vectors, own, torch.ones_like(vectors[..., 0]), _Softplus(self.steepness))
+        # The same tensor twice would break the graph of compiled code.
+        return cross_sums(
+            vectors, vectors.view_as(vectors), own, torch.ones_like(vectors[..., 0]), _Softplus(self.steepness)
+        )
 
     def extra_repr(self) -> str:
         """The options."""

@@ -163,9 +163,16 @@ def tangent(gradient: Tensor, units: Tensor, inverse: Tensor, factor: Tensor) ->
 
 @torch.library.custom_op("hypersphere::pair_sums", mutates_args=())
 def _pair_sums(
-    vectors: Tensor, beta: Tensor | None, code: Sequence[float], half_space: bool, eps: float, mean: bool, grad: bool
+    vectors: Tensor,
+    beta: Tensor | None,
+    name: str,
+    numbers: Sequence[float],
+    half_space: bool,
+    eps: float,
+    mean: bool,
+    grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    potential = decode(code)
+    potential = decode(name, numbers)
     vectors = vectors.contiguous()
     fused: Any = _kernels() if vectors.is_cuda else None
     served = fused is not None and fused.usable(vectors, potential, beta)
@@ -200,7 +207,14 @@ def _pair_sums(
 
 @_pair_sums.register_fake
 def _(
-    vectors: Tensor, beta: Tensor | None, code: Sequence[float], half_space: bool, eps: float, mean: bool, grad: bool
+    vectors: Tensor,
+    beta: Tensor | None,
+    name: str,
+    numbers: Sequence[float],
+    half_space: bool,
+    eps: float,
+    mean: bool,
+    grad: bool,
 ) -> tuple[Tensor, Tensor]:
     return vectors.new_empty(vectors.shape[0]), vectors.new_empty(vectors.shape if grad else (0,))
 
@@ -240,7 +254,7 @@ class _PairEnergy(torch.autograd.Function):
     def forward(
         ctx: Any, vectors: Tensor, beta: Tensor | None, potential: Potential, half_space: bool, eps: float, mean: bool
     ) -> Tensor:
-        total, gradient = _pair_sums(vectors, beta, potential.code(), half_space, eps, mean, vectors.requires_grad)
+        total, gradient = _pair_sums(vectors, beta, *potential.code(), half_space, eps, mean, vectors.requires_grad)
         ctx.save_for_backward(vectors, beta, gradient)
         ctx.options = (potential, half_space, eps, mean)
         return total

@@ -7,14 +7,26 @@ the cosine does not; every potential here is therefore a function of q, together
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hypersphere.errors import ArgumentError, check_range
+from hypersphere.registry import Registry
+
+
+def create(name: str | Potential, **options: float) -> Potential:
+    """Build a potential by name; an instance is passed through.
+
+    Example:
+        >>> create("riesz", s=1.0)(torch.tensor(4.0))
+        tensor(0.5000)
+    """
+    return name if isinstance(name, Potential) else potentials.create(name, **options)
 
 
 @dataclass(frozen=True)
@@ -26,9 +38,12 @@ class Potential:
         tensor([0.5000, 0.2500])
     """
 
-    def code(self) -> list[float]:
-        """Numbers that :func:`decode` turns back into the potential: operations take no objects."""
-        return [float(KINDS.index(type(self))), *(float(value) for value in astuple(self))]
+    def code(self) -> tuple[str, list[float]]:
+        """A name and numbers that :func:`decode` turns back into the potential: operations take no objects."""
+        entry = potentials.find(type(self))
+        if entry is None:
+            raise ArgumentError("potential", f"must be of a registered class (potentials.register), got {self!r}")
+        return entry.name, [float(value) for value in astuple(self)]
 
     def __call__(self, q: Tensor) -> Tensor:
         """Value at squared chords ``q`` > 0, same shape; differentiable."""
@@ -43,6 +58,10 @@ class Potential:
         return self(q), self.slope(q)
 
 
+potentials: Registry[Potential] = Registry("potential", kind=Potential)
+
+
+@potentials.register("riesz")
 @dataclass(frozen=True)
 class Riesz(Potential):
     r"""Riesz kernel :math:`z^{-s}`, or :math:`\log(1/z)` for s = 0, or :math:`-z^{-s}` for s < 0, of a distance z.
@@ -53,7 +72,18 @@ class Riesz(Potential):
         half_turns: Measure angles in half turns, not in radians.
         offset: Added to an angle.
         factor: Multiplies the value.
+
+    Example:
+        >>> Riesz(1.0)(torch.tensor([1.0, 4.0]))
+        tensor([1.0000, 0.5000])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {
+        "variants": (
+            *({"s": s, "angular": angular} for s in (-1.0, 0.0, 1.0, 2.5) for angular in (False, True)),
+            {"angular": True, "half_turns": True, "offset": 1e-2, "factor": 2.0},
+        )
+    }
 
     s: float = 2.0
     angular: bool = False
@@ -97,9 +127,20 @@ class Riesz(Potential):
         return value if self.factor == 1 else value * self.factor, slope
 
 
+@potentials.register("gaussian")
 @dataclass(frozen=True)
 class Gaussian(Potential):
-    r"""Gaussian kernel :math:`\exp(-t z^2)` of the chord z."""
+    r"""Gaussian kernel :math:`\exp(-t z^2)` of the chord z.
+
+    Args:
+        t: Sharpness, greater than 0.
+
+    Example:
+        >>> Gaussian(0.5)(torch.tensor([0.0, 2.0]))
+        tensor([1.0000, 0.3679])
+    """
+
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"t": 0.5},)}
 
     t: float = 2.0
 
@@ -115,9 +156,6 @@ class Gaussian(Potential):
         return (-self.t * q).exp() * -self.t
 
 
-KINDS: tuple[type[Potential], ...] = (Riesz, Gaussian)
-
-
-def decode(code: Sequence[float]) -> Potential:
+def decode(name: str, numbers: Sequence[float]) -> Potential:
     """The potential with this code."""
-    return KINDS[int(code[0])](*code[1:])
+    return potentials[name].factory(*numbers)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -365,6 +365,7 @@ class _Poles(_Spread):
 
     ordered = True
     momentum, decay = 0.9, 5e-4
+    contract: ClassVar[Mapping[str, Any]] = {"rotation": False, "optimum": None, "batches": False, "model": False}
 
     def __init__(
         self, *, half_space: bool, inner_steps: int, rate: float, hidden_weight: float, output_weight: float

@@ -23,6 +23,7 @@ exponential                        1e-6            7 + log2(max_norm / 1.6)     
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -221,6 +222,7 @@ class Cayley(Map):
     terms: int = 4
     refinements: int = 3
     skew: ClassVar[bool] = True
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"method": "newton"},)}
 
     @property
     def exact(self) -> bool:
@@ -326,6 +328,7 @@ class GramSchmidt(_Orthonormalised):
     orientation: str = "columns"
     method: str = "qr"
     refinements: int = 3
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"method": "newton"}, {"orientation": "rows"})}
 
     def __post_init__(self) -> None:
         check_choice("orientation", self.orientation, ("columns", "rows"))
@@ -368,6 +371,7 @@ class Householder(_Orthonormalised):
 
     form: str = "qr"
     refinements: int = 3
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"form": "newton"}, {"form": "product"})}
 
     def __post_init__(self) -> None:
         check_choice("form", self.form, ("qr", "newton", "product"))
@@ -471,6 +475,7 @@ class Exponential(Map):
 
     max_norm: float | None = None
     skew: ClassVar[bool] = True
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"max_norm": 8.0},), "waits": True}
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:

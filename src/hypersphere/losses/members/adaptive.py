@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class AdaFace(MarginSoftmax):
         >>> AdaFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"features": False, "gradient": "weights"}
 
     norm_mean: Tensor
     norm_std: Tensor
@@ -104,6 +107,8 @@ class MagFace(MarginSoftmax):
         >>> MagFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
     def __init__(
         self,
@@ -220,6 +225,8 @@ class CircleLoss(MarginSoftmax):
         >>> CircleLoss(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"gradient": False, "derivative": False}
 
     def __init__(self, dim: int, classes: int, *, s: float = 256.0, m: MarginSize = 0.25, **options: Any) -> None:
         super().__init__(dim, classes, s=s, m=m, psi="circle", **options)

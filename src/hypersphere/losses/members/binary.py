@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -43,6 +44,8 @@ class SphereFace2(MarginSoftmax):
         >>> SphereFace2(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False, "variants": ({"version": "A"}, {"version": "M"})}
 
     softmax_scale: ClassVar[bool] = False
     DEFAULTS: ClassVar[dict[str, float]] = {"C": 0.4, "A": 0.5, "M": 1.7}
@@ -136,6 +139,8 @@ class Hinge(MarginSoftmax):
         >>> Hinge(3, 10)(torch.zeros(2, 3), torch.tensor([0, 1])).item()
         10.0
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
     softmax_scale: ClassVar[bool] = False
 

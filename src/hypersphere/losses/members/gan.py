@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ class GANLoss(nn.Module):
         >>> head.discriminator(torch.tensor([0.5]), torch.tensor([-2.0])), head.generator(torch.tensor([-2.0]))
         (tensor(0.5000), tensor(2.))
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"classes": False}
 
     shared_options: ClassVar[tuple[str, ...]] = ()
     centres: ClassVar[int] = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,8 @@ class SphereFaceR(MarginSoftmax):
         torch.Size([])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"version": "v0"}, {"version": "v1"})}
+
     def __init__(
         self,
         dim: int,
@@ -231,6 +234,8 @@ class SphereFacePlus(ASoftmax):
         >>> SphereFacePlus(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
     def __init__(
         self,

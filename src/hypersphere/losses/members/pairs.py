@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Contrastive(Softmax):
         >>> Contrastive(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
     def __init__(
         self, dim: int, classes: int, *, m: float = 1.0, pair_weight: float = 0.1, bias: bool = True, **options: Any
@@ -79,6 +82,8 @@ class CenterLoss(Softmax):
         >>> CenterLoss(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
     narrow_buffers = ("class_centres",)
     class_centres: Tensor
@@ -140,6 +145,8 @@ class TripletLoss(MarginSoftmax):
         >>> TripletLoss(3, 10)(torch.randn(4, 3), torch.tensor([0, 1, 0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False, "target": False, "single": False}
 
     shared_options = ()
     narrow_buffers = ("weight",)

@@ -1,0 +1,162 @@
+"""What contracts compare with: differences for derivatives, random rotations, and a host that is never asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
+
+_FROM_HOST = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.Tensor.item, torch.nonzero}
+_TO_HOST = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.equal.default,
+}
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that are the same each time.
+
+    Example:
+        >>> bool((draw(3) == draw(3)).all())
+        True
+    """
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return numbers.to(dtype)
+
+
+def rotation(d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random rotation ``(d, d)``.
+
+    Example:
+        >>> round(float(torch.linalg.det(rotation(4))), 6)
+        1.0
+    """
+    q, r = torch.linalg.qr(draw(d, d, seed=seed))
+    q = q * r.diagonal().sign()
+    q[:, 0] *= torch.linalg.det(q).sign()
+    return q.to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float, what: str = "") -> None:
+    """Raise unless two tensors agree up to ``tolerance`` of the larger of 1 and the wanted number."""
+    assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}, should be {tuple(wanted.shape)}"
+    found, wanted = found.detach().double(), wanted.detach().double()
+    error = (found - wanted).abs() / wanted.abs().clamp(min=1)
+    # "not all within", so that NaN agrees with nothing.
+    assert bool((error <= tolerance).all()), f"{what}: {found} should be {wanted}"
+
+
+def finite(tensors: Iterable[Tensor | None], what: str = "") -> None:
+    """Raise where a tensor is missing or has a number that is none."""
+    for tensor in tensors:
+        assert tensor is not None, f"{what}: there is no gradient"
+        assert bool(tensor.isfinite().all()), f"{what}: {tensor}"
+
+
+def difference(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Central differences of a function of each number, and where they say something (not at kinks and jumps)."""
+    left, right = (function(at) - function(at - step)) / step, (function(at + step) - function(at)) / step
+    return (left + right) / 2, (left - right).abs() <= 1e-3 * (1 + left.abs() + right.abs())
+
+
+def derivative(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], at: Tensor, what: str) -> None:
+    """Raise unless ``slope`` is the derivative of ``function`` at these numbers (in float64), kinks left out."""
+    wanted, smooth = difference(function, at)
+    assert bool(smooth.float().mean() > 0.5), f"{what}: the function has kinks everywhere"
+    found = slope(at).expand_as(wanted)
+    close(found[smooth], wanted[smooth], 2e-5, f"{what} at {at[smooth]}")
+
+
+def gradient(function: Callable[..., Tensor], *leaves: Tensor, what: str = "the gradient") -> None:
+    """Raise unless the gradients of a sum are those of differences, in random directions (all tensors in float64)."""
+    own = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    grads = torch.autograd.grad(function(*own).sum(), own, allow_unused=True)
+    for index, grad in enumerate(grads):
+        for seed in range(2):
+            along = draw(*leaves[index].shape, seed=100 + seed)
+            along = along / along.norm().clamp(min=1e-12)
+
+            def moved(t: Tensor, index: int = index, along: Tensor = along) -> Tensor:
+                places = [leaf + t * along if i == index else leaf for i, leaf in enumerate(leaves)]
+                with torch.no_grad():
+                    return function(*places).sum()
+
+            wanted, smooth = difference(moved, torch.zeros((), dtype=torch.float64), 1e-5)
+            found = torch.zeros_like(wanted) if grad is None else (grad * along).sum()
+            if bool(smooth):
+                close(found, wanted, 1e-4, f"{what} by argument {index}")
+
+
+class Host(TorchFunctionMode):
+    """Refuses what would make a GPU wait in a step: numbers read off tensors, tensors made of numbers of the host.
+
+    Example:
+        >>> with Host():
+        ...     torch.ones(2).sum().item()
+        Traceback (most recent call last):
+        AssertionError: a step must not wait for the host: item
+
+    Args:
+        values: Look at every operation, also those of backward passes. Off where a check of the arguments on the CPU
+            may look at values; ``item`` is refused all the same.
+    """
+
+    def __init__(self, *, values: bool = True) -> None:
+        super().__init__()
+        self._below = _Values() if values else nullcontext()
+
+    def __enter__(self) -> Any:
+        self._below.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._below.__exit__(*error)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert function not in _FROM_HOST, f"a step must not wait for the host: {function.__name__}"
+        return function(*args, **(kwargs or {}))
+
+
+class _Values(TorchDispatchMode):
+    """Sees every operation, those of backward passes included."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert function not in _TO_HOST, f"a step must not wait for the device: {function}"
+        return function(*args, **(kwargs or {}))
+
+
+def compiled(function: Callable[..., Tensor], *arguments: Tensor, tolerance: float = 1e-5) -> None:
+    """Raise unless compiled code is one graph that gives the same numbers and gradients.
+
+    The backend is the one without a code generator: a break of the graph shows in any, and this one takes
+    milliseconds where another takes seconds.
+    """
+    found = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)):
+        own = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in arguments]
+        value = call(*own)
+        leaves = [leaf for leaf in own if leaf.requires_grad]
+        grads: Iterable[Tensor | None] = ()
+        if value.requires_grad:
+            grads = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+        found.append((value.detach(), [g if g is not None else torch.zeros(()) for g in grads]))
+    (wanted, expected), (value, own_grads) = found
+    close(value, wanted, tolerance, "compiled")
+    for one, other in zip(own_grads, expected, strict=True):
+        close(one, other, 10 * tolerance, "the gradient of compiled code")
