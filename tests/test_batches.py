@@ -19,7 +19,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
 from hypersphere.models import DigitsCNN
 from hypersphere.recipe import Augment, Optimiser, Schedule
-from hypersphere.runs.seeds import derive_seed
+from hypersphere.recipe.seeds import derive_seed
 from hypersphere.train.batches import (
     BatchOrder,
     ResidentBatches,
@@ -27,7 +27,7 @@ from hypersphere.train.batches import (
     make_batches,
 )
 from hypersphere.train.distributed import World
-from hypersphere.train.optimiser import learning_rate, make_optimiser, parameter_groups
+from hypersphere.train.optimiser import make_optimiser, parameter_groups
 from hypersphere.train.randomness import seed_default_generator
 
 CPU = torch.device("cpu")
@@ -331,7 +331,7 @@ def test_flips_and_crops_are_as_frequent_as_they_should_be():
 
 
 def rates(steps: int, **options) -> list[float]:
-    return [learning_rate(Schedule(**options), steps, step) for step in range(steps)]
+    return [Schedule(**options).at(step, steps) for step in range(steps)]
 
 
 def test_constant_rate():

@@ -23,7 +23,7 @@ from hypersphere.energy.low_rank import CONDITION
 from hypersphere.energy.projections import ProjectionBank, count_sketch, draw, subsampled_hadamard
 from hypersphere.errors import ArgumentError
 from hypersphere.runs import RunFolder
-from hypersphere.train.step import Objective
+from hypersphere.sections.regularisers import layers_of
 from hypersphere.train.trainer import Trainer
 from test_examples import example
 
@@ -721,8 +721,7 @@ class TestLowRank:
     def test_factors_in_training(self):
         layer, _ = self.layer()
         model = nn.Sequential(nn.Conv2d(2, 4, 1).double(), layer, nn.Flatten())
-        objective = Objective(model, nn.Linear(8, 3), {"bp-lowrank": (E.create("bp-lowrank"), 1.0, "all")})
-        (layers,) = objective.targets
+        layers = layers_of(E.create("bp-lowrank"), "all", model, nn.Linear(8, 3))
         assert [neurons.name for neurons in layers] == ["0", "1.Y1", "1.Y2", "head"]
         assert [neurons.role for neurons in layers] == ["hidden", "hidden", "hidden", "output"]
 

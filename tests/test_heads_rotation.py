@@ -16,9 +16,9 @@ from hypersphere.errors import ArgumentError
 from hypersphere.losses import ClassRotation, losses, memory_estimate
 from hypersphere.registry import UnknownNameError
 from hypersphere.runs import RunFolder
+from hypersphere.sections.regularisers import output_layer
 from hypersphere.train import Trainer
 from hypersphere.train.optimiser import make_optimiser, parameter_groups
-from hypersphere.train.step import output_layer
 
 NAMES = [name for name in losses if losses[name].factory.shared_options]  # all but the triplet loss
 SETTINGS = {"margin-softmax": {"psi": "additive-angle", "s": 16.0, "m": 0.3}}

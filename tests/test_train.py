@@ -262,7 +262,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path, 
 def test_the_term_that_diverges_is_named(tmp_path):
     class Spoil(Callback):
         def on_start(self, trainer, step):
-            trainer._step.objective.weights[0] = float("inf")
+            trainer._step.objective.added["mhe"].weight.fill_(float("inf"))
 
     with pytest.raises(DivergedError, match=r"step 1: 'mhe' became inf"):
         trainer(tmp_path / "run", plan(), Spoil()).fit()
@@ -283,18 +283,18 @@ def test_moving_averages_are_what_is_evaluated(tmp_path):
 
     class Watch(Callback):
         def on_step(self, trainer, step):
-            seen.append([p.detach().clone() for p in trainer._parameters()])
+            seen.append([p.detach().clone() for p in trainer.averages.parameters])
 
     run = trainer(tmp_path / "run", chosen, Watch())
-    start = [p.detach().clone() for p in run._parameters()]
+    start = [p.detach().clone() for p in run.averages.parameters]
     run.fit()
     expected = start
     for weights in seen:
         expected = [0.9 * average + 0.1 * weight for average, weight in zip(expected, weights, strict=True)]
-    for average, reference in zip(run._averages, expected, strict=True):
+    for average, reference in zip(run.averages.values, expected, strict=True):
         torch.testing.assert_close(average, reference, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(run.outputs().weight, run._averages[-1])
-    for parameter, last in zip(run._parameters(), seen[-1], strict=True):  # evaluation put the weights back
+    torch.testing.assert_close(run.outputs().weight, run.averages.values[-1])
+    for parameter, last in zip(run.averages.parameters, seen[-1], strict=True):  # evaluation put the weights back
         torch.testing.assert_close(parameter.detach(), last)
 
 
@@ -309,7 +309,7 @@ def test_one_step_equals_plain_torch(tmp_path):
     )
     run = trainer(tmp_path / "run", chosen)
     reference = trainer(tmp_path / "reference", chosen)
-    parameters = reference._parameters()
+    parameters = reference.averages.parameters
     optimiser = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=5e-4)
     run.fit()
     losses = []
@@ -337,7 +337,7 @@ def test_one_step_equals_plain_torch(tmp_path):
         losses.append(total.item())
     rows = [row for row in run.run.rows() if row["split"] == "train"]
     assert [row["total"] for row in rows] == pytest.approx(losses, rel=1e-5)
-    for mine, other in zip(run._parameters(), parameters, strict=True):
+    for mine, other in zip(run.averages.parameters, parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
@@ -357,7 +357,7 @@ def test_options_train(tmp_path, overrides):
     run.fit()
     losses = [row["loss"] for row in run.run.rows() if row["split"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
-    assert all(p.dtype == torch.float32 for p in run._parameters())
+    assert all(p.dtype == torch.float32 for p in run.averages.parameters)
 
 
 @pytest.mark.slow
@@ -593,7 +593,7 @@ def test_what_layers_learned_is_kept_for_the_report(tmp_path):
     run = trainer(tmp_path / "run", chosen)
     run.fit()
     kept = safetensors.torch.load_file(tmp_path / "run" / "features.safetensors")
-    with run._averaged(), torch.no_grad():
+    with run.averages.in_place(), torch.no_grad():
         assert torch.equal(kept["filters"], run.model.features[0].weight)
         names = {name for name in kept if "/" in name}
         assert {name.split("/")[0] for name in names} == {"radius", "saturated", "k"} and len(names) == 15

@@ -20,10 +20,11 @@ from hypersphere.data import load
 from hypersphere.energy import MHE, Regulariser, energies
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import losses
+from hypersphere.recipe import Term
 from hypersphere.runs import RunError, RunFolder, load_run
-from hypersphere.train import Callback, EnergyLog, Interrupted, Trainer
-from hypersphere.train.optimiser import learning_rate
-from hypersphere.train.step import Objective
+from hypersphere.sections.regularisers import layer_energies, layers_of
+from hypersphere.train import Callback, Interrupted, Trainer
+from hypersphere.train.objective import Objective
 from test_report import Page
 
 CPU = torch.device("cpu")
@@ -79,7 +80,8 @@ def small() -> nn.Module:
 
 class TestTargets:
     def terms(self, target: str, head: nn.Module, **options) -> float:
-        objective = Objective(self.model, head, {"mhe": (MHE(**options), 0.5, target)})
+        energy = MHE(**options)
+        objective = Objective(self.model, head, {"mhe": Term(energy, layers_of(energy, target, self.model, head), 0.5)})
         images, labels = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
         return objective(images, labels)[1].item()
 
@@ -112,9 +114,9 @@ class TestTargets:
     def test_heads_that_have_no_matrix_of_weights(self, target):
         several = losses.create("subcenter-arcface", 3, 4)
         with pytest.raises(ArgumentError, match=f"target must be 'model' with a head of several .*{target}"):
-            Objective(self.model, several, {"mhe": (MHE(), 1.0, target)})
+            layers_of(MHE(), target, self.model, several)
         with pytest.raises(ArgumentError, match="target must be 'model' with a head that has no matrix"):
-            Objective(self.model, nn.Identity(), {"mhe": (MHE(), 1.0, target)})
+            layers_of(MHE(), target, self.model, nn.Identity())
 
     def test_a_mistake_is_blamed_on_its_place(self, tmp_path):
         chosen = plan("loss=subcenter-arcface", "regularisers=[{name: orthogonal}, {name: mhe, target: all}]")
@@ -256,7 +258,7 @@ def test_what_a_regulariser_is_told_before_every_step(registered, tmp_path):
     assert [seen[0] for seen in Drawing.seen] == [step for step in range(10) for _ in range(2)]
     assert {seen[1] for seen in Drawing.seen[::2]}.isdisjoint({seen[1] for seen in Drawing.seen[1::2]})
     assert len({seen[1] for seen in Drawing.seen}) == 2  # one seed each, the same at all steps
-    rates = [0.5 * learning_rate(chosen.schedule, 10, step) for step in range(10)]
+    rates = [0.5 * chosen.schedule.at(step, 10) for step in range(10)]
     assert [seen[2] for seen in Drawing.seen[::2]] == pytest.approx(rates)
     assert all(seen[3] for seen in Drawing.seen)
     Drawing.seen.clear()
@@ -303,7 +305,7 @@ def test_energies_of_the_layers_are_written_down(tmp_path):
     assert [row["step"] for row in rows] == [0, 5, 10]
     first = {key: value for key, value in rows[0].items() if key not in ("step", "split")}
     assert first == pytest.approx(expected, rel=1e-5)
-    with run._averaged():  # what is evaluated is what is measured
+    with run.averages.in_place():  # what is evaluated is what is measured
         last = plain_energy(run.head.weight.detach())
     assert rows[-1]["energy/head"] == pytest.approx(last, rel=1e-5)
     facts = json.loads((tmp_path / "run" / "energy.json").read_text())
@@ -326,16 +328,19 @@ def test_energies_reach_tensorboard(tmp_path):
 
 
 def test_energies_are_the_same_for_all_runs_or_what_is_asked_for(tmp_path):
-    chosen = plan("regularisers=[{name: orthogonal, weight: 1e-5}, {name: mhe, s: 1, target: head}]", "train.steps=1")
-    run = trainer(tmp_path / "run", chosen, EnergyLog())
+    chosen = plan(
+        "regularisers=[{name: orthogonal, weight: 1e-5}, {name: mhe, s: 1, target: head}]",
+        "train.steps=1",
+        "evaluate.energy=true",
+    )
+    run = trainer(tmp_path / "run", chosen)
     weight = run.model.embed.weight.detach().clone()
     run.fit()
     (first, _) = [row for row in run.run.rows() if row["split"] == "energy"]
     assert first["energy/embed"] == pytest.approx(plain_energy(weight, half_space=True), rel=1e-5)
-    asked = trainer(tmp_path / "asked", plan("train.steps=1"), EnergyLog(MHE(s=4, half_space=True)))
-    asked.fit()
-    (first, _) = [row for row in asked.run.rows() if row["split"] == "energy"]
-    assert first["energy/embed"] == pytest.approx(plain_energy(weight, 4.0, half_space=True), rel=1e-5)
+    asked = trainer(tmp_path / "asked", plan("train.steps=1"))
+    rows = {row.name: row.energy for row in layer_energies(asked.model, asked.head, MHE(s=4, half_space=True)).rows}
+    assert rows["embed"] == pytest.approx(plain_energy(weight, 4.0, half_space=True), rel=1e-5)
 
 
 def test_a_run_stopped_and_resumed_has_the_same_rows(tmp_path):

@@ -11,6 +11,7 @@ from hypersphere import orthogonal, recipe, report
 from hypersphere.optim import OGD
 from hypersphere.recipe import RecipeError
 from hypersphere.runs import RunFolder
+from hypersphere.sections import orthogonal as section
 from hypersphere.train import Interrupted, Trainer
 from hypersphere.train import trainer as trainer_module
 from test_recipes_energy import SHAPES, noise
@@ -57,7 +58,7 @@ def gram(run: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "SETTLE_EVERY", 4)
+    monkeypatch.setattr(section, "SETTLE_EVERY", 4)
     chosen = plan(*FORMS[form])
     whole = trainer(tmp_path / "whole", chosen)
     whole.fit()
@@ -69,7 +70,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(form, tmp_path, monkeyp
 
 @pytest.mark.parametrize("form", ["cayley", "newton", "gram-schmidt", "loewdin", "ogd", "s-opt", "blocks"])
 def test_angles_and_norms_of_neurons_stay(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "SETTLE_EVERY", 5)
+    monkeypatch.setattr(section, "SETTLE_EVERY", 5)
     run = trainer(tmp_path / "run", plan(*FORMS[form], "evaluate.energy=true"))
     before = gram(run)
     run.fit()
@@ -91,7 +92,7 @@ def test_averages_follow_redrawn_coordinates(tmp_path):
     """What was averaged before a draw was a turn of other coordinates; here the last step ends with a draw."""
     run = trainer(tmp_path / "run", plan(*FORMS["average s-opt"], "train.steps=10"))
     run.fit()
-    averages = dict(zip(run._parameters(), run._averages, strict=True))
+    averages = dict(zip(run.averages.parameters, run.averages.values, strict=True))
     turned = [rotation for _, rotation in orthogonal.rotations(run.model)]
     assert any(rotation.sampling for rotation in turned)
     for rotation in turned:
@@ -132,7 +133,7 @@ def test_penalty_is_a_term_of_the_loss(tmp_path):
     assert all(row["total"] == pytest.approx(row["loss"] + row["orthogonality"]) for row in rows)
     with torch.no_grad():
         expected = 0.1 * float(orthogonal.penalty(run.model))
-        assert float(run._step.objective.energies["orthogonality"](run.model)) * 0.1 == pytest.approx(expected)
+        assert float(run._step.objective.added["orthogonality"]()) == pytest.approx(expected)
     assert rows[-1]["orthogonality"] > 0
 
 

@@ -6,9 +6,11 @@ what is allowed there and the nearest known word.
 """
 
 from hypersphere.recipe.explain import RecipeError
+from hypersphere.recipe.part import Part, Schedule
 from hypersphere.recipe.read import embedded, load
 from hypersphere.recipe.resolve import check
-from hypersphere.recipe.schema import Augment, Optimiser, Part, Recipe, Rule, Schedule, settings
+from hypersphere.recipe.schema import Augment, Optimiser, Recipe, Rule, settings
+from hypersphere.recipe.section import Section, Term, Training, Work, sections
 
 __all__ = [
     "Augment",
@@ -18,8 +20,13 @@ __all__ = [
     "RecipeError",
     "Rule",
     "Schedule",
+    "Section",
+    "Term",
+    "Training",
+    "Work",
     "check",
     "embedded",
     "load",
+    "sections",
     "settings",
 ]

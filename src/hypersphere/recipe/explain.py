@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pydantic
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from hypersphere.errors import HypersphereError
 from hypersphere.registry import did_you_mean
@@ -83,20 +83,33 @@ def _existing(loc: Location, content: Any) -> Location:
 
 
 def _fields(model: type[BaseModel], loc: Iterable[str | int]) -> list[str]:
-    """The keys allowed in the section of ``model`` at ``loc``."""
+    """The keys allowed in the section of ``model`` at ``loc``, or in what is around it."""
     for key in loc:
-        if isinstance(key, str) and key in model.model_fields:
-            annotation = model.model_fields[key].annotation
-            found = next(
-                (
-                    c
-                    for c in (annotation, *typing.get_args(annotation))
-                    if isinstance(c, type) and issubclass(c, BaseModel)
-                ),
-                None,
-            )
-            model = found or model
+        model = (type_at(model, (key,)) if isinstance(key, str) else None) or model
     return list(model.model_fields)
+
+
+def type_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel] | None:
+    """The type of the section at a place of a ``model``, an item of a list counting as the list."""
+    for key in location:
+        if isinstance(key, int):
+            continue
+        if key not in model.model_fields:
+            return None
+        found = _model_in(model.model_fields[key].annotation)
+        if found is None:
+            return None
+        model = found
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model in an annotation; of one that is a list, the model of its items."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return (
+            _model_in(annotation.model_fields["root"].annotation) if issubclass(annotation, RootModel) else annotation
+        )
+    return next((found for part in typing.get_args(annotation) if (found := _model_in(part))), None)
 
 
 def describe(places: Mapping[Location, str], location: Location, text: str) -> str:

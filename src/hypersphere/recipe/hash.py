@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic_core import to_jsonable_python
 
 Content = dict[str, Any]
@@ -61,6 +61,8 @@ def schema() -> int:
 def content(section: BaseModel) -> Any:
     """What counts of a section, as JSON."""
     found = section.model_dump(mode="json")
+    if isinstance(section, RootModel):
+        return _counted(section.root, found)
     if not isinstance(found, dict):  # a name alone
         return found
     for name, field in type(section).model_fields.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.resources
 import os
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from hypersphere.nn import operators
-from hypersphere.nn.operators import RadiusOperator
-from hypersphere.recipe.explain import Location, RecipeError
+from hypersphere.recipe.explain import Location, RecipeError, type_at
+from hypersphere.recipe.part import Part
 from hypersphere.recipe.resolve import check
-from hypersphere.recipe.schema import Adversary, Convert, Data, Optimiser, Recipe, Regulariser, Schedule
+from hypersphere.recipe.schema import Recipe, recipe_type
 from hypersphere.recipe.text import Loader, key_of
 from hypersphere.registry import did_you_mean
 
@@ -106,30 +104,29 @@ def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Lo
             yield from _lines(value, (*location, index), title)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], over: dict[str, Any], location: Location = ()) -> dict[str, Any]:
     """``over`` on top of ``base``, section by section."""
     merged = dict(base)
     for key, value in over.items():
-        old = merged.get(key)
+        old, place = merged.get(key), (*location, key)
         if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merge(_renamed(old, value.get("name"), key), value)
+            merged[key] = _merge(_renamed(old, value.get("name"), place), value, place)
         else:
             merged[key] = value
     return merged
 
 
-def _renamed(section: dict[str, Any], name: Any, kind: str | int) -> dict[str, Any]:
-    """``section`` for a part called ``name``: another part does not inherit the options of the old one.
+def _renamed(section: dict[str, Any], name: Any, location: Location) -> dict[str, Any]:
+    """``section`` for a part called ``name``: of the old one it keeps the section's own keys, not the options.
 
-    But another operator does where it has them, too, if they mean the same for all of them.
+    But those options stay, too, that mean the same for both.
     """
     if name is None or name == section.get("name"):
         return section
-    parts = (Data, Convert, Adversary, Regulariser, Optimiser, Schedule)
-    own = {key for part in parts for key in part.model_fields}
-    if kind == "convert" and isinstance(name, str) and name in operators:
-        common = {field.name for field in dataclasses.fields(RadiusOperator)}
-        own |= common & {option.name for option in operators[name].options}
+    kind = type_at(recipe_type(), location)
+    own = set(kind.model_fields) if kind else set()
+    if kind and issubclass(kind, Part) and isinstance(name, str):
+        own |= kind.kept(name)
     return {key: value for key, value in section.items() if key in own}
 
 
@@ -158,7 +155,7 @@ def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) 
     if last == "name" and len(keys) > 1 and isinstance(target, dict):
         # What another override gave stays, whichever of the two comes first.
         given = {place[len(keys) - 1] for place, text in places.items() if _under(place, keys[:-1], text)}
-        kept = _renamed(target, value, keys[-2]) | {key: old for key, old in target.items() if key in given}
+        kept = _renamed(target, value, keys[:-1]) | {key: old for key, old in target.items() if key in given}
         target.clear()
         target.update(kept)
     target[last] = value

@@ -2,68 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Union
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
-from torch import nn
+from pydantic import BaseModel, Field, PrivateAttr
 
-from hypersphere.attacks import attacks
 from hypersphere.data import datasets
-from hypersphere.energy import energies
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
 from hypersphere.models import models
-from hypersphere.nn import operators
-from hypersphere.orthogonal import maps
 from hypersphere.recipe.explain import Location, RecipeError, describe, member_types
 from hypersphere.recipe.hash import Housekeeping, Later, content, digests
+from hypersphere.recipe.part import Keys, Part, Schedule, module_type
+from hypersphere.recipe.section import Section, kinds
 from hypersphere.recipe.text import Dumper, key_of
-from hypersphere.registry import Entry, Registry, UnknownNameError
-
-
-class Section(BaseModel):
-    """Keys with fixed names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Part(BaseModel):
-    """Something from a registry: its ``name``, and its options beside it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-    name: str
-    registry: ClassVar[Registry[Any] | None] = None
-    """Where the name stands."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options beside the name."""
-        return dict(self.model_extra or {})
-
-    def trial(self) -> tuple[Any, ...] | None:
-        """Arguments with which it is built to check its ranges as soon as the recipe is read; ``None``: it is not."""
-        return ()
-
-
-class Schedule(Section):
-    """A learning rate, or the weight of a regulariser, over the steps."""
-
-    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
-    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where it is multiplied")
-    factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
-    final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last value as a share of the first")
-    warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
+from hypersphere.registry import Registry, UnknownNameError
 
 
 class Model(Part):
@@ -99,103 +57,7 @@ class Measurement(Part):
         return handler(self) if self.options else self.name
 
 
-class Regulariser(Part):
-    """A term added to the loss: ``weight`` times an energy of weights.
-
-    ``target`` says of which: the ``model``'s layers, all of them hidden ones; the ``head``'s, the output layer; or
-    ``all`` of them.
-    """
-
-    registry: ClassVar[Registry[Any]] = energies
-    weight: float = Field(1.0, ge=0)
-    target: Literal["model", "head", "all"] = "model"
-    schedule: Annotated[Schedule | None, Later(None)] = Field(
-        None, description="of the weight; by default it stays as it is"
-    )
-
-
-class LayerChoice(Part):
-    """A part that goes into some of the model's layers."""
-
-    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of the layers")
-    include: tuple[str, ...] | None = Field(None, description="patterns of the names of the layers")
-    exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
-
-    @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Which layers: what is given of it, by argument."""
-        keys = ("types", "include", "exclude", "skip")
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
-
-
-class Convert(LayerChoice):
-    """A decoupled operator in the model's layers: its ``name``, its options, and which layers get it.
-
-    The keys are arguments of :func:`hypersphere.nn.convert`. The classifier is no part of the model, so by default the
-    last layer is converted, too.
-    """
-
-    registry: ClassVar[Registry[Any]] = operators
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
-        ("shortcut",), description="places of layers to leave alone"
-    )
-
-
-class Orthogonal(LayerChoice):
-    """Orthogonal training of the model's layers: the ``name`` of a map, its options, and what is turned how.
-
-    Most keys are arguments of :func:`hypersphere.orthogonal.apply`. The classifier is no part of the model, so all
-    layers are chosen by default.
-    """
-
-    registry: ClassVar[Registry[Any]] = maps
-    init: Literal["kaiming", "xavier", "normal"] | None = Field(None, description="draw the neurons anew")
-    mean: float = Field(0.0, description="mean of the numbers that init draws")
-    unit_norm: bool = Field(False, description="set the norms of neurons to gain")
-    gain: float = Field(1.0, gt=0, description="factor on the neurons")
-    refine: int = Field(0, ge=0, description="steps that minimise the energy of the neurons before training")
-    start: Literal["identity", "normal"] = Field("identity", description="first value of the free parameters")
-    learn_neurons: bool = Field(False, description="train the neurons, too")
-    blocks: int = Field(1, ge=1, description="blocks on the diagonal of a rotation")
-    share_blocks: bool = Field(False, description="one block for all places on the diagonal")
-    sample: float | None = Field(None, gt=0, description="coordinates turned at a time, a share below 1 or a number")
-    sampling: Literal["uniform", "partition", "blocks", "channels"] = "uniform"
-    sides: Literal["in", "both"] = Field("in", description="'both' turns the outputs, too")
-    every: int = Field(0, ge=0, description="steps between two draws of coordinates; 0: never")
-    lr: float = Field(1.0, ge=0, description="factor on the learning rate of rotations; 0: neurons stay as drawn")
-    weight_decay: float = Field(0.0, ge=0, description="of the free parameters of rotations")
-    penalty: float = Field(0.0, ge=0, description="weight of the distance from orthogonal matrices, for free ones")
-    penalty_squared: bool = Field(True, description="the squared distance")
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of :func:`hypersphere.orthogonal.apply` beside the map."""
-        others = {"name", "every", "lr", "weight_decay", "penalty", "penalty_squared"}
-        keys = [key for key in type(self).model_fields if key not in others]
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
-
-
-class Adversary(Part):
-    """Adversarial training: the ``name`` of an attack, its options, and how much of every batch it changes."""
-
-    registry: ClassVar[Registry[Any]] = attacks
-    share: float = Field(0.5, gt=0, le=1, description="of the batch that is attacked, by the model as it is")
-
-
-class Project(Section):
-    """Projection of the decoupled kernels whose norm does not count, before the first step and then again."""
-
-    every: int = Field(0, ge=0, description="steps between projections of decoupled kernels to norm s; 0: none")
-    s: float = Field(1.0, gt=0, description="norm of the projected kernels")
-
-
-class Augment(Section):
+class Augment(Keys):
     """Random changes of the training images, drawn anew for every image and step."""
 
     crop: int = Field(0, ge=0, description="padding of a random crop back to the original size")
@@ -222,7 +84,7 @@ class Augment(Section):
     )
 
 
-class Imbalance(Section):
+class Imbalance(Keys):
     """Classes that are made rare: the arguments of :meth:`hypersphere.data.Dataset.imbalanced`."""
 
     keep: dict[int | str, Annotated[float, Field(gt=0)]] = Field(
@@ -266,7 +128,7 @@ class Data(Part):
         """Not built before the run needs it."""
 
 
-class Rule(Section):
+class Rule(Keys):
     """What holds for some parameters alone: those whose name, such as ``model.features.0.bias``, fits ``match``."""
 
     match: str = Field(description="pattern of parameter names; of several rules the first that fits counts")
@@ -274,7 +136,7 @@ class Rule(Section):
     weight_decay: float | None = Field(None, ge=0, description="in place of the optimiser's")
 
 
-class Optimiser(Section):
+class Optimiser(Keys):
     """The optimiser and its constants."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -294,7 +156,7 @@ class Optimiser(Section):
     )
 
 
-class Train(Section):
+class Train(Keys):
     """Length, precision and housekeeping of the training loop."""
 
     steps: int = Field(1000, ge=1)
@@ -310,7 +172,7 @@ class Train(Section):
     tensorboard: Annotated[bool, Housekeeping] = True
 
 
-class Evaluate(Section):
+class Evaluate(Keys):
     """What is measured, and how often."""
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
@@ -328,30 +190,25 @@ class Evaluate(Section):
     )
 
 
-class Recipe(Section):
-    """Everything that determines a run."""
+class Recipe(Keys):
+    """Everything that determines a run; the sections of :func:`hypersphere.recipe.section.kinds` are keys, too."""
 
     name: Annotated[str, Housekeeping] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     help: Annotated[str, Housekeeping] = ""
     seed: int = Field(0, ge=0, lt=2**32)
     data: Data = Data()
     model: Model = Model(name="digits-cnn")
-    convert: Annotated[Convert | None, Later(None)] = Field(
-        None, description="a decoupled operator for the layers of the model"
-    )
-    project: Annotated[Project, Later(Project())] = Project()
-    orthogonal: Annotated[Orthogonal | None, Later(None)] = Field(
-        None, description="rotations of the layers of the model, in place of weights"
-    )
-    adversary: Annotated[Adversary | None, Later(None)] = Field(None, description="attacks on the training images")
     loss: Loss = Loss(name="softmax")
-    regularisers: tuple[Regulariser, ...] = ()
     optimiser: Optimiser = Optimiser()
     schedule: Schedule = Schedule()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
 
     _places: dict[Location, str] = PrivateAttr(default_factory=dict)
+
+    def sections(self) -> dict[str, Section]:
+        """The sections that act in the run, in the order in which they are called."""
+        return {key: section for key in kinds() if (section := getattr(self, key, None)) is not None}
 
     @property
     def hash(self) -> str:
@@ -404,14 +261,33 @@ class Recipe(Section):
         except ArgumentError as error:
             raise self.blame(error, *place) from error
 
+    @contextmanager
+    def blamed(self, *location: str | int) -> Iterator[None]:
+        """Whatever argument is wrong in here came from the section at ``location``."""
+        try:
+            yield
+        except ArgumentError as error:
+            raise self.blame(error, *location) from error
+
     def blame(self, error: ArgumentError, *location: str | int) -> RecipeError:
         """The error of an argument that came from the section at ``location``, with its place in the recipe."""
         return RecipeError(describe(self._places, (*location, error.argument), str(error)))
 
 
+def recipe_type() -> type[Recipe]:
+    """The recipe with a key for every section that is registered."""
+    return _with_sections(tuple(kinds().items()))
+
+
+@functools.cache
+def _with_sections(found: tuple[tuple[str, type[Section]], ...]) -> type[Recipe]:
+    fields: dict[str, Any] = {key: kind.field() for key, kind in found}
+    return pydantic.create_model("Recipe", __base__=Recipe, **fields)
+
+
 def settings() -> Iterator[tuple[str, str, str]]:
     """Key, default and help of everything in a recipe that is not an option of a named part."""
-    for name, field in Recipe.model_fields.items():
+    for name, field in recipe_type().model_fields.items():
         sections = [
             kind for kind in member_types(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
@@ -421,31 +297,3 @@ def settings() -> Iterator[tuple[str, str, str]]:
             for key, inner in section.model_fields.items():
                 default = getattr(field.default, key, None if inner.is_required() else inner.default)
                 yield f"{name}.{key}", str(default), inner.description or ""
-
-
-def options_model(entry: Entry[Any]) -> type[BaseModel]:
-    """A strict pydantic model of a factory's options."""
-    fields: dict[str, Any] = {
-        option.name: (field_type(option.annotation), ... if option.required else option.default)
-        for option in entry.options
-    }
-    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    with warnings.catch_warnings():
-        # An option may be called like one of pydantic's own methods; nothing here calls those.
-        warnings.filterwarnings("ignore", message="Field name .* shadows an attribute")
-        return pydantic.create_model(entry.name, __config__=config, **fields)
-
-
-def module_type(annotation: Any) -> type[nn.Module] | None:
-    """The module class an option takes (an annealer, say), if it takes one."""
-    return next((c for c in member_types(annotation) if isinstance(c, type) and issubclass(c, nn.Module)), None)
-
-
-def field_type(annotation: Any) -> Any:
-    """The annotation as a recipe can express it: a module becomes the mapping of its options."""
-    module = module_type(annotation)
-    if module is None:
-        return annotation
-    nested = options_model(Entry(module.__name__, module, (), ()))
-    others = [m for m in member_types(annotation) if not (isinstance(m, type) and issubclass(m, nn.Module))]
-    return Union[(*others, nested)]

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hypersphere import data, orthogonal
+from hypersphere import data
 from hypersphere.data import Dataset
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import MarginSoftmax, losses
 from hypersphere.models import models
-from hypersphere.nn import convert, operators, project_weights
-from hypersphere.orthogonal import maps
 from hypersphere.recipe import Recipe
-from hypersphere.runs.seeds import derive_seed
+from hypersphere.recipe.seeds import derive_seed
 
 
 def build(
@@ -48,40 +46,16 @@ def build(
         model = recipe.build(models, ("model",), tuple(shape))
         if context:
             model.attach(**context)
-        model = _rotated(_converted(model, recipe), recipe)
+        for phase in ("convert", "rotate"):
+            for key, section in recipe.sections().items():
+                with recipe.blamed(key):
+                    model = getattr(section, phase)(model, recipe)
         head = recipe.build(losses, ("loss",), model.dim, classes)
-    try:
+    with recipe.blamed("data", "augment"):
         preprocess = Preprocess(tuple(shape), recipe.data.normalise, recipe.data.augment)
-    except ArgumentError as error:
-        raise recipe.blame(error, "data", "augment") from error
     if recipe.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model, head, preprocess
-
-
-def _converted(model: Any, recipe: Recipe) -> Any:
-    """The model with the recipe's operator in its layers, their kernels projected where the recipe says so."""
-    part = recipe.convert
-    if part is not None:
-        try:
-            model = convert(model, recipe.build(operators, ("convert",)), **part.choice)
-        except ArgumentError as error:
-            raise recipe.blame(error, "convert") from error
-    if recipe.project.every:
-        project_weights(model, recipe.project.s)
-    return model
-
-
-def _rotated(model: Any, recipe: Recipe) -> Any:
-    """The model with rotations in its layers where the recipe says so."""
-    part = recipe.orthogonal
-    if part is None:
-        return model
-    seed = derive_seed(recipe.seed, "rotations")
-    try:
-        return orthogonal.apply(model, recipe.build(maps, ("orthogonal",)), seed=seed, **part.arguments)
-    except ArgumentError as error:
-        raise recipe.blame(error, "orthogonal") from error
 
 
 def load_data(recipe: Recipe, root: Path | None = None) -> Dataset:

@@ -17,12 +17,12 @@ from hypersphere.errors import ArgumentError
 from hypersphere.evaluate.protocols import Outputs, measure
 from hypersphere.nn import Decoupled, recalibrate, saturation
 from hypersphere.recipe import Recipe
+from hypersphere.recipe.seeds import epoch_order
 from hypersphere.runs import artefacts
 from hypersphere.runs.artefacts import ARTEFACT, layer_name, layer_parts
 from hypersphere.runs.folder import RunFolder, atomic_write
 from hypersphere.runs.loading import load
 from hypersphere.runs.read import EVALUATION, FEATURES
-from hypersphere.runs.seeds import epoch_order
 from hypersphere.runs.system import System
 
 

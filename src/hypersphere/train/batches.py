@@ -12,7 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hypersphere.data import DataError, FolderSplit, Split, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.runs.seeds import epoch_order
+from hypersphere.recipe.seeds import epoch_order
 from hypersphere.train.distributed import World
 
 

@@ -1,8 +1,7 @@
-"""What happens beside training: progress on the terminal, TensorBoard, energies, and whatever a user adds."""
+"""What happens beside training: progress on the terminal, TensorBoard, and whatever a user adds."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from hypersphere.energy import Regulariser
-from hypersphere.orthogonal import check
-from hypersphere.runs import atomic_write
 
 if TYPE_CHECKING:
     from hypersphere.train.trainer import Trainer
@@ -41,6 +36,9 @@ class Callback:
 
     def on_evaluate(self, trainer: Trainer, row: Row) -> None:
         """A row of test metrics was written."""
+
+    def on_measure(self, trainer: Trainer, row: Row) -> None:
+        """A row of what a section measures was written."""
 
     def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
         """A checkpoint was written."""
@@ -125,81 +123,10 @@ class TensorBoard(Callback):
         """Write the test metrics."""
         self.write(row)
 
+    def on_measure(self, trainer: Trainer, row: Row) -> None:
+        """Write what a section measures."""
+        self.write(row)
+
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Close the event file."""
         self.writer.close()
-
-
-class OrthogonalityLog(Callback):
-    r"""Writes down how exact the rotations of the model are, and how far they have come, at every evaluation.
-
-    A row of the metrics with the split ``orthogonality`` holds :math:`\|R^T R - I\|_F / \sqrt{d}` of each layer as
-    ``orthogonality/LAYER`` and :math:`\|R - I\|_F / \sqrt{d}` as ``moved/LAYER``. Recipes with ``orthogonal:`` have it.
-
-    Example:
-        >>> OrthogonalityLog().on_step(None, 1)
-    """
-
-    def on_start(self, trainer: Trainer, step: int) -> None:
-        """Write down where training starts, unless that was done before an interruption."""
-        if not any(row["split"] == "orthogonality" for row in trainer.run.rows()):
-            self._write(trainer, step)
-
-    def on_evaluate(self, trainer: Trainer, row: Row) -> None:
-        """Write down the rotations of what was evaluated."""
-        self._write(trainer, row["step"])
-
-    def _write(self, trainer: Trainer, step: int) -> None:
-        row: dict[str, Any] = {"step": step, "split": "orthogonality"}
-        with trainer._averaged():
-            found = check(trainer.model)
-        for layer in found.rows:
-            row |= {f"orthogonality/{layer.name}": layer.error, f"moved/{layer.name}": layer.moved}
-        trainer.run.append(row)
-        for callback in trainer.callbacks:
-            if isinstance(callback, TensorBoard) and callback.writer is not None:
-                callback.write(row)
-
-
-class EnergyLog(Callback):
-    """Writes down how evenly the neurons of every layer are spread, at the start and at every evaluation.
-
-    A row of the metrics with the split ``energy`` holds ``energy/LAYER`` of each layer, and ``energy.json`` in the run
-    folder what these are to be compared with: the least energy there is (``floor``) and that of random directions.
-    The recipe option ``evaluate.energy`` adds this callback.
-
-    Args:
-        energy: Energy to measure; by default in half space with s = 2, whatever the run minimises, so that runs can be
-            compared. The head, as output layer, is always measured in full space.
-
-    Example:
-        >>> from hypersphere.energy import MHE
-        >>> EnergyLog(MHE(s=0)).energy.half_space
-        False
-    """
-
-    def __init__(self, energy: Regulariser | None = None) -> None:
-        self.energy = energy
-
-    def on_start(self, trainer: Trainer, step: int) -> None:
-        """Write down where training starts, unless that was done before an interruption."""
-        if not any(row["split"] == "energy" for row in trainer.run.rows()):
-            self._write(trainer, step)
-
-    def on_evaluate(self, trainer: Trainer, row: Row) -> None:
-        """Write down the energies of what was evaluated."""
-        self._write(trainer, row["step"])
-
-    def _write(self, trainer: Trainer, step: int) -> None:
-        found = trainer.energies(self.energy)
-        row = {"step": step, "split": "energy"} | {f"energy/{layer.name}": layer.energy for layer in found.rows}
-        trainer.run.append(row)
-        for callback in trainer.callbacks:
-            if isinstance(callback, TensorBoard) and callback.writer is not None:
-                callback.write(row)
-        layers = {
-            row.name: {"role": row.role, "n": row.n, "d": row.d, "floor": row.floor, "random": row.random}
-            for row in found.rows
-        }
-        with atomic_write(trainer.run.path / "energy.json") as file:
-            json.dump({"s": found.s, "half_space": found.half_space, "angular": found.angular, "layers": layers}, file)

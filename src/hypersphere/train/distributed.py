@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere.errors import ArgumentError
 from hypersphere.nn import Decoupled
@@ -122,3 +124,14 @@ def synchronise_statistics(module: nn.Module) -> None:
             layer.sync_mean = True
         if isinstance(layer, _BatchNorm):
             layer.forward = functools.partial(_synchronised_forward, layer)  # type: ignore[method-assign]
+
+
+def sharded(objective: nn.Module, world: World) -> Any:
+    """``objective`` as every process calls it for its share of a batch, with the gradients of the whole batch."""
+    if world.size == 1:
+        return objective
+    synchronise_statistics(objective)
+    with warnings.catch_warnings():
+        # Newer torch has another name for the option, which older torch does not know.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated")
+        return DistributedDataParallel(objective, broadcast_buffers=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,31 +12,8 @@ from torch import Tensor, nn
 from hypersphere.errors import ArgumentError
 from hypersphere.nn import Decoupled
 from hypersphere.optim import OGD
-from hypersphere.recipe import Optimiser, Schedule
-
-
-def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
-    """Factor on the base learning rate at a step, counted from 0.
-
-    Args:
-        schedule: The schedule.
-        steps: Length of the run.
-        step: The step that is about to be taken.
-
-    Example:
-        >>> learning_rate(Schedule(name="steps", milestones=(10, 20)), 30, 15)
-        0.1
-    """
-    if step < schedule.warmup:
-        return (step + 1) / schedule.warmup
-    if schedule.name == "steps":
-        return schedule.factor ** sum(step >= milestone for milestone in schedule.milestones)
-    progress = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
-    if schedule.name == "cosine":
-        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
-    if schedule.name == "linear":
-        return schedule.final + (1 - schedule.final) * (1 - progress)
-    return 1.0
+from hypersphere.recipe import Optimiser
+from hypersphere.recipe.section import Groups
 
 
 def parameter_groups(
@@ -45,21 +21,17 @@ def parameter_groups(
     head: nn.Module,
     recipe: Optimiser,
     device: torch.device,
-    regularisers: nn.Module | None = None,
-    *,
-    rotation_lr: float = 1.0,
-    rotation_decay: float = 0.0,
-) -> list[dict[str, object]]:
+) -> Groups:
     """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor.
 
     What weight decay spares is in groups of its own: ``-vectors``, the ``-kernels`` of decoupled layers whose norm does
-    not count, the radii and steepnesses of their ``-operators``, and what regularisers learn. ``-rotations`` have a
-    factor on the learning rate and a weight decay of their own; ``-matrices`` are the matrices of rotations themselves,
-    which the optimiser has to keep orthogonal. Parameters to which a rule of the recipe applies are in the group
+    not count, the radii and steepnesses of their ``-operators``, and the ``-rotations``, whose section has a factor on
+    the learning rate and a decay for them; ``-matrices`` are the matrices of rotations themselves, which the optimiser
+    has to keep orthogonal. Parameters to which a rule of the recipe applies are in the group
     ``-PATTERN``, or ``-PATTERN-vectors`` where the rule leaves the decay as it is and it spares them; a rule that
     applies to none is a mistake.
     """
-    groups: list[dict[str, object]] = []
+    groups: Groups = []
     rules = {f"-{rule.match}{usual}": rule for rule in reversed(recipe.rules) for usual in ("-vectors", "")}
     used: set[str] = set()
     for name, module, factor in (("model", model, 1.0), ("head", head, recipe.head_lr)):
@@ -76,9 +48,9 @@ def parameter_groups(
                 members[special.get(p, usual)].append(p)
         for suffix, parameters in members.items():
             if parameters:
-                turned, rule = suffix in ("-rotations", "-matrices"), rules.get(suffix)
-                decay = rotation_decay if suffix == "-rotations" else 0.0 if suffix else recipe.weight_decay
-                base = recipe.lr * factor * (rotation_lr if turned else 1.0)
+                rule = rules.get(suffix)
+                decay = 0.0 if suffix else recipe.weight_decay
+                base = recipe.lr * factor
                 if rule is not None:
                     base *= rule.lr
                     spared = suffix != f"-{rule.match}"
@@ -98,12 +70,6 @@ def parameter_groups(
     for unused in sorted({rule.match for rule in recipe.rules} - used):
         raise ArgumentError(
             "rules", f"has the pattern {unused!r}, which fits no parameter of the model or the head that rules apply to"
-        )
-    learned = [p for p in regularisers.parameters() if p.requires_grad] if regularisers is not None else []
-    if learned:
-        rate = torch.tensor(recipe.lr, device=device)
-        groups.append(
-            {"name": "regularisers", "params": learned, "weight_decay": 0.0, "lr": rate, "base_lr": recipe.lr}
         )
     return groups
 
@@ -128,7 +94,7 @@ def _rotation_parameters(module: nn.Module) -> dict[Tensor, str]:
     return {part.free: "-matrices" if part.map.direct else "-rotations" for part in turned}
 
 
-def make_optimiser(groups: list[dict[str, object]], recipe: Optimiser) -> torch.optim.Optimizer:
+def make_optimiser(groups: Groups, recipe: Optimiser) -> torch.optim.Optimizer:
     """The optimiser, fused, with all of its state created and zero.
 
     The state exists before the first step (rather than after it) so that a checkpoint always has somewhere to load

@@ -5,99 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hypersphere.attacks import AdversarialBatch, evaluating
 from hypersphere.data.preprocess import Preprocess
-from hypersphere.energy import Regulariser, Selection, select
-from hypersphere.energy.layers import neurons
-from hypersphere.errors import ArgumentError
-from hypersphere.orthogonal.rotation import Together, rotations
+from hypersphere.recipe import Work
+from hypersphere.recipe.seeds import derive_seed
 from hypersphere.runs.device import AUTOCAST
-from hypersphere.runs.seeds import derive_seed
+from hypersphere.train.averages import Averages
 from hypersphere.train.batches import Batches
 from hypersphere.train.distributed import World
+from hypersphere.train.objective import Objective
 from hypersphere.train.randomness import seed_default_generator
-
-
-def output_layer(head: nn.Module, target: str = "all") -> Selection:
-    """The weights of a head, a row a class, as an output layer.
-
-    Args:
-        head: The head.
-        target: The option that asks for it, for messages.
-    """
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise ArgumentError("target", f"must be 'model' with a head that has no matrix of weights, got {target!r}")
-    if getattr(head, "centres", 1) > 1:
-        raise ArgumentError("target", f"must be 'model' with a head of several centres a class, got {target!r}")
-    return neurons("head", lambda: head.weight, "output", constant=not weight.requires_grad)  # type: ignore[arg-type, return-value]
-
-
-class Objective(nn.Module):
-    """Model, head and regularisers as one module: images and labels in, loss terms out.
-
-    Args:
-        model: Images ``(B, C, H, W)`` to features ``(B, D)``. One with ``loss_names`` computes the losses of these
-            names itself, by ``losses(images, labels, head)``.
-        head: Features and labels to a loss.
-        regularisers: Title -> (energy, weight, what it is an energy of: ``"model"``, ``"head"`` or ``"all"``).
-    """
-
-    weights: Tensor
-
-    def __init__(
-        self, model: nn.Module, head: nn.Module, regularisers: Mapping[str, tuple[nn.Module, float, str]]
-    ) -> None:
-        super().__init__()
-        self.model, self.head = model, head
-        self.loss_names: tuple[str, ...] = getattr(model, "loss_names", ("loss",))
-        self.energies = nn.ModuleDict({title: energy for title, (energy, _, _) in regularisers.items()})
-        # On the device, as learning rates are: a captured step follows what is filled in before it.
-        weights = torch.tensor([weight for _, weight, _ in regularisers.values()])
-        self.register_buffer("weights", weights, persistent=False)
-        self.targets = [self._target(energy, target) for energy, _, target in regularisers.values()]
-        self.together = Together(rotation for _, rotation in rotations(model))
-
-    def _target(self, energy: nn.Module, target: str) -> nn.Module | Selection:
-        """The layers that an energy is of: those of the model are hidden ones, the head is the output layer."""
-        if target == "model" and not isinstance(energy, Regulariser):
-            return self.model  # a module of a user's own, which knows models alone
-        if target == "head":
-            return output_layer(self.head, target)
-        chosen = energy.select if isinstance(energy, Regulariser) else select
-        layers = chosen(self.model, output=None)
-        return layers if target == "model" else layers + output_layer(self.head, target)
-
-    @property
-    def terms(self) -> list[str]:
-        """Names of the terms, the losses first."""
-        return [*self.loss_names, *self.energies]
-
-    def prepare(self) -> None:
-        """Create the state of the regularisers, on the device of the weights."""
-        for energy, target in zip(self.energies.values(), self.targets, strict=True):
-            if isinstance(energy, Regulariser):
-                energy.prepare(target)
-        self.energies.train()
-
-    def advance(self, step: int, seed: int, rate: float) -> None:
-        """Make the regularisers ready for a step; all that they draw is a function of the seed and the step."""
-        for title, energy in self.energies.items():
-            if isinstance(energy, Regulariser):
-                energy.advance(step, derive_seed(seed, "energy", title), rate)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The terms, ``(T,)``; their sum is what is minimised."""
-        if hasattr(self.model, "loss_names"):
-            terms = [*self.model.losses(images, labels, self.head)]  # type: ignore[operator]
-        else:
-            terms = [self.head(self.model(images), labels)]
-        for index, energy in enumerate(self.energies.values()):
-            terms.append(self.weights[index] * energy(self.targets[index]))
-        return torch.stack([term.float() for term in terms])
 
 
 class Step:
@@ -108,19 +27,19 @@ class Step:
     :class:`CapturedStep` can replay it.
 
     Args:
-        objective: Model, head and regularisers.
+        objective: Model, head and what sections add to the loss.
         forward: What to call for the terms: ``objective``, or a compiled or distributed wrapping of it.
         preprocess: Normalisation and augmentation.
         batches: Source of the batches.
         optimiser: With named parameter groups.
+        works: What sections do before a step, and with its samples.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         batch_size: Images over all processes.
         world: This process among all.
         seed: The run's seed.
         clip_norm: Largest norm of the whole gradient.
-        averages: Moving average of every parameter, by position, and its decay.
+        averages: Moving averages of the parameters.
         channels_last: Memory format of the images.
-        adversary: Attack on the training images.
     """
 
     def __init__(
@@ -130,25 +49,25 @@ class Step:
         preprocess: Preprocess,
         batches: Batches,
         optimiser: torch.optim.Optimizer,
+        works: Sequence[Work],
         *,
         precision: str,
         batch_size: int,
         world: World,
         seed: int,
         clip_norm: float | None = None,
-        averages: tuple[Sequence[Tensor], float] | None = None,
+        averages: Averages | None = None,
         channels_last: bool = False,
-        adversary: AdversarialBatch | None = None,
     ) -> None:
         self.device = preprocess.mean.device
         self.objective, self.forward, self.preprocess = objective, forward, preprocess
-        self.batches, self.optimiser = batches, optimiser
+        self.batches, self.optimiser, self.works = batches, optimiser, works
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         if self.scaler.is_enabled():
             self.scaler.scale(torch.zeros((), device=self.device))  # creates its state, which checkpoints need
         self.batch_size, self.share, self.world, self.seed = batch_size, world.share(batch_size), world, seed
-        self.clip_norm, self.averages, self.adversary = clip_norm, averages, adversary
+        self.clip_norm, self.averages = clip_norm, averages
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.generator = torch.Generator(self.device)
         self.groups = [str(group["name"]) for group in optimiser.param_groups]
@@ -159,11 +78,18 @@ class Step:
         ]
         self.record = torch.zeros(len(self.columns), device=self.device)
         self.rate = float(optimiser.param_groups[0]["base_lr"])
-        """Learning rate of the step that comes next, of the first group, for the regularisers."""
+        """Learning rate of the step that comes next, of the first group, for the sections."""
+
+    def scale_rates(self, factor: float) -> None:
+        """Set the learning rates to so many times their base."""
+        for group in self.optimiser.param_groups:
+            group["lr"].fill_(group["base_lr"] * factor)
+        self.rate = self.optimiser.param_groups[0]["base_lr"] * factor
 
     def begin(self, step: int) -> None:
         """Make everything random in a step a function of the seed and the step's number."""
-        self.objective.advance(step, self.seed, self.rate)
+        for work in self.works:
+            work.before(step, self.rate)
         self.generator.manual_seed(derive_seed(self.seed, "augment", step))
         seed_default_generator(self.device, derive_seed(self.seed, "step", step, self.world.rank))
 
@@ -184,9 +110,8 @@ class Step:
         ):
             # Before the forward pass that may be compiled: maps are a few large operations with state of their own.
             self.objective.together.compute()
-            if self.adversary is not None:
-                with evaluating(self.objective.model, self.objective.head):
-                    images = self.adversary(self._logits, images, labels, self.generator)
+            for work in self.works:
+                images = work.samples(images, labels, self.generator)
             terms = self.forward(images, labels)
         self.scaler.scale(terms.sum()).backward()
         self.objective.together.forget()
@@ -196,16 +121,9 @@ class Step:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         if self.averages is not None:
-            averages, decay = self.averages
-            averaged = [*self.objective.model.parameters(), *self.objective.head.parameters()]
-            torch._foreach_lerp_(list(averages), [p.detach() for p in averaged], 1 - decay)
+            self.averages.update()
         weights = [[p.detach() for p in group["params"]] for group in self.optimiser.param_groups]
         self.record.copy_(torch.cat([terms.detach(), norms, torch.stack([self._norm(group) for group in weights])]))
-
-    def _logits(self, images: Tensor) -> Tensor:
-        """Scores of images, for attacks."""
-        scores: Tensor = self.objective.head.logits(self.objective.model(images))  # type: ignore[operator]
-        return scores
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norm of all of them; of none, as in a head that trains no weights, 0 on the step's device."""

@@ -1,0 +1,139 @@
+"""What recipes are made of: keys with fixed names, and parts whose name stands in a registry."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from hypersphere.recipe.explain import member_types
+from hypersphere.registry import Entry, Registry
+
+
+class Keys(BaseModel):
+    """Keys with fixed names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Part(BaseModel):
+    """Something from a registry: its ``name``, and its options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    name: str
+    registry: ClassVar[Registry[Any] | None] = None
+    """Where the name stands."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options beside the name."""
+        return dict(self.model_extra or {})
+
+    def trial(self) -> tuple[Any, ...] | None:
+        """Arguments with which it is built to check its ranges as soon as the recipe is read; ``None``: it is not."""
+        return ()
+
+    @classmethod
+    def kept(cls, name: str) -> set[str]:
+        """Options, beside the section's own keys, that a part called ``name`` takes over from another one."""
+        return set()
+
+
+class Schedule(Keys):
+    """A learning rate, or the weight of a regulariser, over the steps."""
+
+    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
+    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where it is multiplied")
+    factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
+    final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last value as a share of the first")
+    warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
+
+    def at(self, step: int, steps: int) -> float:
+        """Factor on what is scheduled at a step, counted from 0.
+
+        Args:
+            step: The step that is about to be taken.
+            steps: Length of the run.
+
+        Example:
+            >>> Schedule(name="steps", milestones=(10, 20)).at(15, 30)
+            0.1
+        """
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.name == "steps":
+            return self.factor ** sum(step >= milestone for milestone in self.milestones)
+        progress = (step - self.warmup) / max(steps - self.warmup, 1)
+        if self.name == "cosine":
+            return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+        if self.name == "linear":
+            return self.final + (1 - self.final) * (1 - progress)
+        return 1.0
+
+    def mistakes(self, steps: int) -> Iterator[tuple[str, str]]:
+        """What is wrong with it in a run of so many steps: of which key, and what."""
+        if self.name == "steps" and not self.milestones:
+            yield "milestones", "must be given for the schedule 'steps'"
+        if list(self.milestones) != sorted(set(self.milestones)):
+            yield "milestones", f"must increase, got {list(self.milestones)}"
+        if self.warmup > steps:
+            yield "warmup", f"must not exceed train.steps = {steps}, got {self.warmup}"
+
+
+class LayerChoice(Part):
+    """A part that goes into some of the model's layers."""
+
+    types: tuple[str, ...] | None = Field(None, description="patterns of the classes of the layers")
+    include: tuple[str, ...] | None = Field(None, description="patterns of the names of the layers")
+    exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
+    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
+
+    @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Which layers: what is given of it, by argument."""
+        keys = ("types", "include", "exclude", "skip")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+
+def options_model(entry: Entry[Any]) -> type[BaseModel]:
+    """A strict pydantic model of a factory's options."""
+    fields: dict[str, Any] = {
+        option.name: (field_type(option.annotation), ... if option.required else option.default)
+        for option in entry.options
+    }
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    with warnings.catch_warnings():
+        # An option may be called like one of pydantic's own methods; nothing here calls those.
+        warnings.filterwarnings("ignore", message="Field name .* shadows an attribute")
+        return pydantic.create_model(entry.name, __config__=config, **fields)
+
+
+def module_type(annotation: Any) -> type[nn.Module] | None:
+    """The module class an option takes (an annealer, say), if it takes one."""
+    return next((c for c in member_types(annotation) if isinstance(c, type) and issubclass(c, nn.Module)), None)
+
+
+def field_type(annotation: Any) -> Any:
+    """The annotation as a recipe can express it: a module becomes the mapping of its options."""
+    module = module_type(annotation)
+    if module is None:
+        return annotation
+    nested = options_model(Entry(module.__name__, module, (), ()))
+    others = [m for m in member_types(annotation) if not (isinstance(m, type) and issubclass(m, nn.Module))]
+    return Union[(*others, nested)]
