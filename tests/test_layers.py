@@ -37,6 +37,7 @@ WORKBENCH = (
     ("evaluate",),
     ("recipes",),
     ("recipe",),  # names members of all the families above
+    ("sections",),
     ("runs",),
     ("train",),
     ("plot",),
