@@ -410,12 +410,12 @@ def test_report_prints_a_table():
     lines = table.splitlines()
     cells = [" ".join(line.split()) for line in lines[:3]]
     assert cells == [
-        "name role groups n d energy floor random excess % zeros angle",
+        "name role groups n d energy floor random excess % zeros angle note",
         "0 hidden 1 3 6 0.45000 0.45000 0.58333 0.00000 0.00 0 90.0",
         "1 output 1 3 3 0.50000 0.33333 inf 0.16667 50.00 0 90.0",
     ]
     assert lines[3] == "mean energy over pairs, s = 2, chords, half space (output: full)"
-    assert len({len(line) for line in lines[:3]}) == 1
+    assert len({len(line) for line in lines[1:3]}) == 1
 
 
 def test_report_follows_angles_and_precision():

@@ -746,6 +746,7 @@ def test_report_prints_a_table():
     text = str(hs.orthogonal.check(model))
     assert text.splitlines()[0].split() == [
         "name",
+        "role",
         "map",
         "neurons",
         "matrices",
@@ -754,7 +755,9 @@ def test_report_prints_a_table():
         "error",
         "gram",
         "change",
+        "note",
     ]
+    assert text.splitlines()[3].split(maxsplit=9)[-1] == 'the output (skip="output")'
     assert text.endswith("2 rotations, 43 free parameters")
 
 

@@ -18,6 +18,7 @@ from hypersphere.energy.layers import Neurons, Selection, select
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 from hypersphere.registry import Registry
+from hypersphere.selection import Output
 
 energies: Registry[nn.Module] = Registry("energy")
 
@@ -142,7 +143,7 @@ class Regulariser(nn.Module):
         ]
         return torch.stack([term.to(terms[0].device) for term in terms]).sum()  # a model may be spread over devices
 
-    def select(self, target: nn.Module | Selection, *, output: str | None = "last") -> Selection:
+    def select(self, target: nn.Module | Selection, *, output: Output = "auto") -> Selection:
         """The layers of a model that this regulariser looks at; ``output`` as in :func:`hypersphere.energy.select`."""
         if isinstance(target, Selection):
             return target

@@ -12,6 +12,7 @@ from hypersphere.energy.layers import Selection, select
 from hypersphere.energy.mhe import MHE
 from hypersphere.energy.pairs import present
 from hypersphere.errors import check_choice
+from hypersphere.selection import Output
 
 RELEASED_EPS = 1e-4
 
@@ -54,7 +55,7 @@ class DiscriminatorMHE(MHE):
         super().__init__(s=s, half_space=half_space, hidden_weight=hidden_weight)
         self.include, self.released = include, preset == "released"
 
-    def select(self, target: nn.Module | Selection, *, output: str | None = None) -> Selection:
+    def select(self, target: nn.Module | Selection, *, output: Output = None) -> Selection:
         """The layers of the discriminator, all of them hidden ones: its output is a single neuron."""
         if isinstance(target, Selection):
             return target

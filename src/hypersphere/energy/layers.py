@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,18 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from hypersphere import neurons as reading
+from hypersphere import selection
 from hypersphere.errors import ArgumentError
-from hypersphere.nn.convert import _is_ordinary, _matcher, _shape
-from hypersphere.nn.modules import KINDS, Decoupled
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_QUERIES = ("q", "query", "q_proj", "query_proj", "q_lin", "to_q", "wq")
-_KEYS = ("k", "key", "k_proj", "key_proj", "k_lin", "to_k", "wk", "v", "value", "v_proj", "value_proj", "v_lin")
-_VALUES = ("to_v", "wv", "kv", "kv_proj", "key_value", "to_kv")
-_FUSED = ("qkv", "qkv_proj", "query_key_value", "to_qkv", "wqkv", "c_attn", "in_proj")
-_PROJECTIONS = frozenset(_QUERIES + _KEYS + _VALUES + _FUSED)
-_CLASSIFIER = {"classifier", "head", "heads", "fc", "logits"}
+from hypersphere.neurons import Layout
+from hypersphere.nn.modules import Decoupled
+from hypersphere.selection import Choice, Layer, Output, Types
 
 
 @dataclass(frozen=True)
@@ -57,10 +51,17 @@ class Selection:
     Args:
         layers: The layers.
         like: Function of nothing that returns a tensor of the model, which says where a sum over no layer is.
+        left: What was left out of the model's layers, with the reasons.
     """
 
-    def __init__(self, layers: Iterable[Neurons], like: Callable[[], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[Neurons],
+        like: Callable[[], Tensor] | None = None,
+        left: Iterable[Layer] = (),
+    ) -> None:
         self.layers = list(layers)
+        self.left = tuple(left)
         self._like = like
 
     def __iter__(self) -> Iterator[Neurons]:
@@ -70,7 +71,7 @@ class Selection:
         return len(self.layers)
 
     def __add__(self, other: Selection) -> Selection:
-        return Selection([*self.layers, *other.layers], self._like or other._like)
+        return Selection([*self.layers, *other.layers], self._like or other._like, [*self.left, *other.left])
 
     def zero(self) -> Tensor:
         """0 on the layers' device, in float32 or wider."""
@@ -103,26 +104,13 @@ def neurons(name: str, rows: Callable[[], Tensor], role: str = "hidden", *, cons
     return Selection([Neurons(name, matrices, role, constant)])
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A weight of a model that holds neurons, whether chosen or not."""
-
-    name: str
-    owner: nn.Module
-    matrices: Callable[[], Tensor]
-    n: int
-    d: int
-    classifies: bool
-    taps: int = 1
-    in_memory_order: Callable[[], Tensor] | None = None
-
-
 def select(
     model: nn.Module,
     *,
-    output: str | None = "last",
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
+    output: Output = "auto",
+    types: Types | None = None,
+    include: Choice = (),
+    exclude: Choice = (),
     decoupled_only: bool = False,
 ) -> Selection:
     """The linear, convolution and attention layers of a model, as matrices of neurons.
@@ -130,202 +118,101 @@ def select(
     A neuron is what makes one output channel, without its bias: a row of a linear layer, a kernel of a convolution
     (transposed ones included). Groups of a grouped convolution see different inputs and are matrices of their own, and
     so are the heads of attention: of ``nn.MultiheadAttention``, and of linear layers called ``query``, ``k_proj``,
-    ``qkv``, ``to_q`` and the like in a module that has ``num_heads`` or another number of heads. Shared weights count
-    once. Left out are layers with one neuron (in each group: depthwise convolutions) or one input, and weights that
-    are quantised; embeddings are not looked at. Weights are read when ``matrices`` is called, parametrised ones through
-    their parametrisation. A layer with a true attribute ``keeps_angles`` is constant. A model may name layers to leave
-    alone unless they are included, by patterns in an attribute ``spared``.
+    ``qkv``, ``to_q`` and the like in a module that has ``num_heads`` or another number of heads
+    (:mod:`hypersphere.neurons`). Shared weights count once. Left out are layers with one neuron (in each group:
+    depthwise convolutions) or one input, and weights that are quantised; ``left`` of the selection says so. Embeddings
+    and recurrent layers have to be asked for by ``types``. Weights are read when ``matrices`` is called, parametrised
+    ones through their parametrisation. A layer with a true attribute ``keeps_angles`` is constant. A model may name
+    layers to leave alone unless they are included, by patterns in an attribute ``spared``.
 
     Args:
         model: Any module, or a layer.
-        output: The output layer. ``"last"``: the last layer in order of registration if it is a linear one, or a 1x1
-            convolution with a name such as ``classifier`` or ``head``; a model that is itself one layer has none, and
-            for a model without a classifier (a backbone) say ``None``. Otherwise a pattern of its name (``"heads.*"``).
-        include: Which layers to take: patterns of their names (``"stages.*"``); by default all.
+        output: The output layer: its name, a pattern of names (``"heads.*"``), the module, ``None`` (for a feature
+            extractor whose classifier is a head apart), or ``"auto"`` for the rule of :mod:`hypersphere.selection`.
+        types: Classes of layers, or patterns of their names (``"conv*"``); by default all but embeddings and recurrent
+            ones.
+        include: Which layers to take: patterns of their names (``"stages.*"``), or a function of name and layer; by
+            default all.
         exclude: Which not to take, in the same way.
         decoupled_only: Of a model that has decoupled layers take these alone.
 
     Raises:
-        ArgumentError: For a model without linear and convolution layers or with lazy ones, and for a pattern that no
-            layer's name has.
+        ArgumentError: For a model without such layers or with lazy ones, and for a pattern that no layer's name has.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(8, 16, 3, groups=2), nn.Flatten(), nn.Linear(16, 10))
         >>> [(layer.name, layer.role, tuple(layer.matrices().shape)) for layer in select(model)]
         [('0', 'hidden', (2, 8, 36)), ('2', 'output', (1, 10, 16))]
     """
-    found = list(_candidates(model))
-    if not found:
-        raise ArgumentError("target", f"must contain linear or convolution layers, got {type(model).__name__}")
-    names = [candidate.name for candidate in found]
-    if output == "last":
-        last = found[-1]
-        outputs = {last.name} if last.classifies and last.owner is not model else set()
-    else:
-        outputs = _matching("output", () if output is None else output, names)
-    included = _matching("include", include, names) or set(names)
-    excluded = _matching("exclude", exclude, names)
-    if not include:
-        excluded |= _matching("exclude", getattr(model, "spared", ()), names)
-    decoupled = decoupled_only and any(isinstance(candidate.owner, Decoupled) for candidate in found)
-    layers = [
-        Neurons(
-            candidate.name,
-            candidate.matrices,
-            "output" if candidate.name in outputs else "hidden",
-            bool(getattr(candidate.owner, "keeps_angles", False)),
-            candidate.taps,
-            candidate.in_memory_order,
-        )
-        for candidate in found
-        if candidate.n > 1
-        and candidate.d > 1
-        and candidate.name in included - excluded
-        and (not decoupled or isinstance(candidate.owner, Decoupled))
-    ]
-    return Selection(layers, lambda: next(found[0].owner.parameters()))
+    decoupled = decoupled_only and any(isinstance(module, Decoupled) for module in model.modules())
+    parents = dict(model.named_modules())
+    spared = () if include else getattr(model, "spared", ())
+    layouts: dict[str, Layout] = {}
 
+    def obstacle(row: Layer) -> str:
+        found = _readable(row)
+        if found:
+            return found
+        layouts[row.name] = layout = _layout(row, parents)
+        if layout.n == 1:
+            return "one neuron" + (" in each group" if layout.groups > 1 else "")
+        if layout.d == 1:
+            return "neurons of one number"
+        if decoupled and not isinstance(row.module, Decoupled):
+            return "not decoupled"
+        return "spared by the model" if any(fnmatchcase(row.name, pattern) for pattern in spared) else ""
 
-def _matching(argument: str, choice: str | Iterable[str], names: Sequence[str]) -> set[str]:
-    """The names that have one of the patterns; each pattern must be that of some name."""
-    matched: set[str] = set()
-    for pattern in [choice] if isinstance(choice, str) else choice:
-        matches = _matcher(argument, [pattern])
-        hits = {name for name in names if matches(name, nn.Identity())}
-        if not hits:
-            raise ArgumentError(argument, f"must be the name or a pattern of {', '.join(names)}, got {pattern!r}")
-        matched |= hits
-    return matched
-
-
-def _candidates(model: nn.Module) -> Iterator[_Candidate]:
-    """All weights of a model that hold neurons, in order of registration, each once."""
-    seen: set[int] = set()
-    modules: Mapping[str, nn.Module] = dict(model.named_modules())
-    for name, module in modules.items():
-        if "parametrizations" in name.split("."):
-            continue
-        if isinstance(module, nn.MultiheadAttention):
-            yield from _attention(name, module, seen)
-        elif isinstance(module, tuple(KINDS)):
-            parent = modules.get(name.rpartition(".")[0], module)
-            candidate = _layer(name, module, parent)
-            if candidate is not None and not _is_seen(module, "weight", seen):
-                yield candidate
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not _is_seen(module, "weight", seen):
-            yield _turned(name, module, modules.get(name.rpartition(".")[0], module))
-
-
-def _is_seen(owner: nn.Module, attribute: str, seen: set[int]) -> bool:
-    """Whether a weight was met before; from now on it was."""
-    if parametrize.is_parametrized(owner, attribute):
-        originals = list(owner.parametrizations[attribute].parameters(recurse=False))  # type: ignore[index, union-attr]
-        key = id(originals[0]) if originals else id(owner)
-    else:
-        key = id(owner._parameters.get(attribute, owner))
-    if key in seen:
-        return True
-    seen.add(key)
-    return False
-
-
-def _attention(name: str, module: nn.MultiheadAttention, seen: set[int]) -> Iterator[_Candidate]:
-    """The projections of queries, keys and values, by head; that of the result is a layer of its own."""
-    heads, size = module.num_heads, module.head_dim
-    parts = {"in_proj_weight": (3 * heads, module.embed_dim)}
-    if not module._qkv_same_embed_dim:
-        widths = {"q": module.embed_dim, "k": module.kdim, "v": module.vdim}
-        parts = {f"{part}_proj_weight": (heads, width) for part, width in widths.items()}
-    for attribute, (groups, width) in parts.items():
-        if not _is_seen(module, attribute, seen):
-
-            def matrices(attribute: str = attribute, groups: int = groups) -> Tensor:
-                weight: Tensor = getattr(module, attribute)
-                return weight.unflatten(0, (groups, -1))
-
-            yield _Candidate(f"{name}.{attribute}".lstrip("."), module, matrices, size, width, False)
-
-
-def _layer(name: str, module: Any, parent: nn.Module) -> _Candidate | None:
-    """A layer; ``None`` for a weight that is not made of floating-point numbers."""
-    if isinstance(module, LazyModuleMixin):  # an ordinary class once it has seen a batch
-        raise ArgumentError("target", f"must have no lazy layer, got {name}: run a batch through the model first")
-    # A parametrised weight is not looked at: some change whenever they are computed.
-    if not parametrize.is_parametrized(module, "weight"):
-        weight = module.weight
-        # An ordinary parameter needs no more than torch.compile can follow.
-        if not (weight.is_floating_point() if type(weight) is nn.Parameter else _is_ordinary(weight)):
-            return None
-    rows, columns, *taps = _shape(module)
-    transposed = bool(getattr(module, "transposed", False))
-    groups: int = getattr(module, "groups", 1)
-    heads = 0 if transposed or groups > 1 else _heads(name.rpartition(".")[2].lower(), rows, parent)
-    groups = heads or groups
-    n, d = (columns, rows // groups) if transposed else (rows // groups, columns)
-
-    def matrices() -> Tensor:
-        # Grouped input channels come first in a transposed layer's weight: (in, out / groups, ...).
-        return _weight(module).unflatten(0, (groups, -1)).transpose(1, 1 + transposed).flatten(2)
-
-    def in_memory_order() -> Tensor:
-        weight = _weight(module)
-        if not weight.is_contiguous() and weight.movedim(1, -1).is_contiguous():  # channels last
-            return weight.movedim(1, -1).unflatten(0, (groups, -1)).flatten(2)
-        return matrices()
-
-    classifies = isinstance(module, nn.Linear) or (
-        set(taps) == {1} and not _CLASSIFIER.isdisjoint(name.lower().split("."))
+    rows = selection.select(
+        model,
+        types=types,
+        include=include or None,
+        exclude=exclude or None,
+        output=output,
+        obstacle=obstacle,
+        strict=True,
     )
-    classifies &= groups == 1 and not heads and not transposed and not isinstance(parent, nn.MultiheadAttention)
-    size = math.prod(taps)
-    return _Candidate(name, module, matrices, n, d * size, classifies, size, None if transposed else in_memory_order)
+    if not any(row.kind and not isinstance(row.module, (*reading.EMBEDDINGS, *reading.RECURRENT)) for row in rows):
+        raise ArgumentError("target", f"must contain linear or convolution layers, got {type(model).__name__}")
+    found = [_neurons(row, layouts[row.name]) for row in rows if row.chosen]
+    first = next(row.module for row in rows if row.kind)
+    return Selection(found, lambda: next(first.parameters()), [row for row in rows if not row.chosen])
 
 
-def _turned(name: str, module: Any, parent: nn.Module) -> _Candidate:
-    """The linear layer of GPT-2 and its kin in transformers, whose weight has a neuron in each column."""
-    d, n = module.weight.shape
-    groups = _heads(name.rpartition(".")[2].lower(), n, parent) or 1
-    return _Candidate(name, module, lambda: module.weight.mT.unflatten(0, (groups, -1)), n // groups, d, False)
+def _readable(row: Layer) -> str:
+    """Why the weight of a layer cannot be read; empty where it can."""
+    module: Any = row.module
+    if isinstance(module, LazyModuleMixin):  # an ordinary class once it has seen a batch
+        raise ArgumentError("target", f"must have no lazy layer, got {row.name}: run a batch through the model first")
+    if row.tied:
+        return f"has the weight of {row.tied}"
+    if reading.is_quantised(module):
+        return "quantised"
+    # A parametrised weight is not looked at: some change whenever they are computed.
+    if parametrize.is_parametrized(module, row.weight) or reading.is_ordinary(getattr(module, row.weight)):
+        return ""
+    return "quantised"
 
 
-def _heads(part: str, rows: int, parent: nn.Module) -> int:
-    """How many heads make up the rows of a projection of an attention layer; 0 for any other layer."""
-    heads = _number(parent, _HEADS) if part in _PROJECTIONS else 0
-    if not heads:
-        return 0
-    size = _number(parent, ("head_dim", "attention_head_size"))
-    if size and rows % size == 0:
-        return rows // size
-    if part in _KEYS + _VALUES:
-        heads = _number(parent, _KEY_HEADS) or heads
-    groups = heads * (3 if part in _FUSED else 2 if "kv" in part or part == "key_value" else 1)
-    return groups if rows % groups == 0 else 1
+def _layout(row: Layer, parents: Mapping[str, nn.Module]) -> Layout:
+    """How to read a layer: by head where it projects for attention."""
+    module: Any = row.module
+    if isinstance(module, nn.MultiheadAttention):
+        return Layout(module, weight=row.weight, heads=module.num_heads)
+    layout = Layout(module, weight=row.weight)
+    if not reading.is_linear(module):
+        return layout
+    parent, _, part = row.name.rpartition(".")
+    heads = reading.heads(part, layout.n, parents.get(parent, module))
+    return Layout(module, weight=row.weight, heads=heads) if heads > 1 else layout
 
 
-def _number(parent: nn.Module, attributes: Iterable[str]) -> int:
-    """The first of the attributes of a module, or of its configuration, that is a whole number; 0 if there is none."""
-    for owner in (parent, getattr(parent, "config", None)):
-        for attribute in attributes:
-            value = getattr(owner, attribute, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return 0
-
-
-def _weight(module: Any) -> Tensor:
-    """A layer's weight as it is now.
-
-    One that a hook computes before each forward pass (pruning, and torch's older spectral and weight norms) is computed
-    here: what the hook has left belongs to the graph of a step that is over.
-    """
-    if "weight" in vars(module):
-        for hook in module._forward_pre_hooks.values():
-            if getattr(hook, "_tensor_name", None) == "weight":
-                masked: Tensor = hook.apply_mask(module)
-                return masked
-            if getattr(hook, "name", None) == "weight" and hasattr(hook, "compute_weight"):
-                # A spectral norm must not go on with its power iteration.
-                computed: Tensor = hook.compute_weight(module, *([False] if hasattr(hook, "eps") else []))
-                return computed
-    weight: Tensor = module.weight
-    return weight
+def _neurons(row: Layer, layout: Layout) -> Neurons:
+    module, weight = row.module, row.weight
+    return Neurons(
+        row.name,
+        lambda: layout.vectors(reading.current(module, weight)),
+        row.role,
+        bool(getattr(module, "keeps_angles", False)),
+        layout.taps,
+        lambda: layout.unordered(reading.current(module, weight)),
+    )

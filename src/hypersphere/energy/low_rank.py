@@ -12,6 +12,7 @@ from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import MHE
 from hypersphere.errors import check_range
 from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.selection import Output
 
 CONDITION = 1e6
 """Largest condition number with which a system of equations in float32 is still solved."""
@@ -117,7 +118,7 @@ class BPLowRank(MHE):
             output_weight=output_weight,
         )
 
-    def select(self, target: nn.Module | Selection, *, output: str | None = "last") -> Selection:
+    def select(self, target: nn.Module | Selection, *, output: Output = "auto") -> Selection:
         """The factors of the layers of low rank, and the other layers."""
         factors: dict[str, list[Neurons]] = {}
         if isinstance(target, nn.Module):
@@ -130,4 +131,5 @@ class BPLowRank(MHE):
                         Neurons(f"{name}.Y2", lambda w=weight: w.original1.mT.unsqueeze(0)),  # type: ignore[misc]
                     ]
         selection = super().select(target, output=output)
-        return Selection([found for layer in selection for found in factors.get(layer.name, [layer])], selection.zero)
+        layers = [found for layer in selection for found in factors.get(layer.name, [layer])]
+        return Selection(layers, selection.zero, selection.left)

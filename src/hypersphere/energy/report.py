@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.theory import floor_energy, random_energy
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import angle, at_least_float32, full_precision
+from hypersphere.selection import Layer, table
 
 _TILE = 2**24
 """Most cosines that are held at a time."""
@@ -69,30 +70,28 @@ class Report:
         s: Riesz exponent.
         half_space: Whether opposite directions count as equal in hidden layers.
         angular: Whether angles are the distances.
+        left: The layers that were left out, with the reasons.
     """
 
     rows: tuple[Row, ...]
     s: float
     half_space: bool
     angular: bool
+    left: tuple[Layer, ...] = ()
 
     def __str__(self) -> str:
-        head = ("name", "role", "groups", "n", "d", "energy", "floor", "random", "excess", "%", "zeros", "angle")
-        cells: list[tuple[str, ...]] = [head]
+        titles = ("groups", "n", "d", "energy", "floor", "random", "excess", "%", "zeros", "angle")
+        lines: list[tuple[str, str, Sequence[str], str]] = []
         for row in self.rows:
             energies = (f"{value:z.5f}" for value in (row.energy, row.floor, row.random, row.excess))
             percent = "-" if math.isnan(row.percent) else f"{row.percent:z.2f}"
             smallest = "-" if math.isnan(row.angle) else f"{row.angle:.1f}"
             sizes = (str(size) for size in (row.groups, row.n, row.d))
-            cells.append((row.name, row.role, *sizes, *energies, percent, str(row.zeros), smallest))
-        width = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = []
-        for texts in cells:
-            padded = [text.ljust(width[i]) if i < 2 else text.rjust(width[i]) for i, text in enumerate(texts)]
-            lines.append("  ".join(padded).rstrip())
+            lines.append((row.name, row.role, (*sizes, *energies, percent, str(row.zeros), smallest), ""))
+        lines += [(layer.name, layer.role, (), layer.reason) for layer in self.left]
+        found = table(dict.fromkeys(titles, "right"), lines)
         space = "half space (output: full)" if self.half_space else "full space"
-        lines.append(f"mean energy over pairs, s = {self.s:g}, {'angles' if self.angular else 'chords'}, {space}")
-        return "\n".join(lines)
+        return f"{found}\nmean energy over pairs, s = {self.s:g}, {'angles' if self.angular else 'chords'}, {space}"
 
     __repr__ = __str__
 
@@ -113,7 +112,7 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
         >>> layer = nn.Linear(8, 4)
         >>> _ = nn.init.orthogonal_(layer.weight)
         >>> report(nn.Sequential(nn.Flatten(), layer, nn.ReLU()))
-        name  role    groups  n  d   energy    floor   random   excess     %  zeros  angle
+        name  role    groups  n  d   energy    floor   random   excess     %  zeros  angle  note
         1     output       1  4  8  0.50000  0.37500  0.60000  0.12500  33.33      0   90.0
         mean energy over pairs, s = 2, chords, full space
     """
@@ -122,7 +121,8 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
         raise ArgumentError("energy", f"must have a Riesz potential, got {type(energy).__name__}")
     plain, half_space = Riesz(potential.s, potential.angular), bool(getattr(energy, "half_space", False))
     if isinstance(model, Selection):
-        return Report(tuple(_row(layer, plain, half_space) for layer in model), plain.s, half_space, plain.angular)
+        rows = tuple(_row(layer, plain, half_space) for layer in model)
+        return Report(rows, plain.s, half_space, plain.angular, model.left)
     # Some parametrisations change when they are computed in training mode.
     modes = {module: module.training for module in model.modules()}
     try:

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from hypersphere import neurons, selection
 from hypersphere.angular import Cosine, angulars
-from hypersphere.errors import ArgumentError, check_choice
+from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32
 from hypersphere.nn.functional import _scaled
 from hypersphere.nn.modules import KINDS, Decoupled, kind_of
 from hypersphere.nn.operators import Linear, Operator
 from hypersphere.nn.operators import operator as create_operator
 from hypersphere.nn.optimise import decoupled_layers, project_weights
+from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
-Kind = str | type[nn.Module]
-Choice = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-_PLACES = {"first": "the first layer", "last": "the classifier", "shortcut": "on a shortcut"}
-_SHORTCUT = ("shortcut", "downsample", "skip")
-_WHY = "_why_ordinary"  # attribute of a layer that a conversion has left alone
 _FAST = "_fast_path_before"  # attribute of a module whose fast path a conversion has switched off
-_SHOWN = 20
 
 
 def convert(
     model: M,
     operator: str | Operator = "sphere",
     *,
-    types: Kind | Iterable[Kind] = tuple(KINDS),
+    types: Types | None = None,
     include: Choice | None = None,
     exclude: Choice | None = None,
-    skip: str | Iterable[str] | None = ("last", "shortcut"),
+    skip: str | Iterable[str] | None = ("output", "shortcut"),
+    output: Output = "auto",
     project: bool = False,
     example: Any = None,
     **options: Any,
@@ -53,11 +49,11 @@ def convert(
     the operator learns something.
 
     A layer is converted where ``types``, ``include``, ``exclude`` and ``skip`` agree. By default that is all but the
-    classifier and the 1x1 convolutions on shortcuts, as in the second version of SphereResNet; ``skip="last"`` is the
-    first version. A model without a classifier (a backbone) wants ``skip="shortcut"``, and a convolution that
-    classifies is to be named in ``exclude``. Left alone in any case are layers that do not compute what torch's layer
-    does (subclasses with a forward pass of their own), whose weight another module reads
-    (``nn.MultiheadAttention``), and lazy and quantised ones.
+    output and the 1x1 convolutions on shortcuts, as in the second version of SphereResNet; ``skip="output"`` is the
+    first version. For a feature extractor whose classifier is a head apart say ``output=None``. Left alone in any case
+    are layers that do not compute what torch's layer does (subclasses with a forward pass of their own), whose weight
+    another module reads (``nn.MultiheadAttention``), which have no decoupled kind (attention, embeddings, recurrent
+    layers), and lazy and quantised ones.
 
     Args:
         model: Any module, or a layer.
@@ -65,8 +61,10 @@ def convert(
         types: Classes of torch's layers, or patterns of their names (``"conv*"``).
         include: Which layers: patterns of their names in the model (``"stages.*"``), or a function of name and layer.
         exclude: Which not, in the same way.
-        skip: Places to leave alone: ``"first"`` layer, ``"last"`` linear layer (the classifier), ``"shortcut"`` (1x1
-            convolutions with shortcut, downsample, project or skip in their names).
+        skip: Places to leave alone: the ``"first"`` layer, the ``"output"``, 1x1 convolutions on a ``"shortcut"`` (with
+            shortcut, downsample, project or skip in their names).
+        output: The output layer: its name, the module, ``None``, or ``"auto"`` for the rule of
+            :mod:`hypersphere.selection`.
         project: Set the norms of kernels to 1 (:func:`hypersphere.nn.project_weights`).
         example: An input of the model (a tuple is taken as several, a mapping as keywords). It is run through the
             model to find the order of the layers, and those that are not called (the model reads their weights itself),
@@ -84,34 +82,39 @@ def convert(
         >>> convert(model, "tanh", angular="sqcos")(torch.randn(2, 3, 8, 8)).shape
         torch.Size([2, 10])
         >>> report(model)
-        name  kind    weight   operator  angular  added  note
-        0     Conv2d  8x3x3x3  tanh      sqcos        8
-        3     Linear  10x288   -         -            0  the classifier (skip="last")
+        name  role    kind    weight   operator  angular  added  note
+        0     hidden  Conv2d  8x3x3x3  tanh      sqcos        8
+        3     output  Linear  10x288   -         -            0  the output (skip="output")
         1 of 2 layers decoupled, 8 parameters added
     """
     op = create_operator(operator, **options)
     if project and op.weighting != "none":
         raise ArgumentError("project", f"must be False with weighting={op.weighting!r}, where the kernel's norm counts")
-    why = _choose(
-        model, _classes(types), include, exclude, [skip] if isinstance(skip, str) else list(skip or ()), example
+    selection.check_model(model)
+    obstacle = _obstacles(model)
+    rows = selection.select(
+        model,
+        types=types,
+        include=include,
+        exclude=exclude,
+        skip=skip,
+        output=output,
+        example=example,
+        obstacle=obstacle,
     )
-    chosen = [module for module, reason in why.items() if not reason]
-    if op.learn_k == "network" and len({next(module.parameters()).device for module in chosen}) > 1:
+    layers: list[Any] = [row.module for row in selection.chosen(model, rows)]
+    if op.learn_k == "network" and len({next(module.parameters()).device for module in layers}) > 1:
         raise ArgumentError("learn_k", "must not be 'network' for layers on several devices")
-    obstacles = _obstacles(model, why)
-    for module, reason in why.items():
-        vars(module).pop(_WHY, None)
-        if reason:
-            if not obstacles[module]:  # those are seen on the layer itself, for as long as they last
-                setattr(module, _WHY, reason)
-        elif isinstance(module, Decoupled):
+    # Obstacles are seen on the layer itself, for as long as they last.
+    selection.note([replace(row, reason="" if obstacle(row) else row.reason) for row in rows], "convert")
+    for module in layers:
+        if isinstance(module, Decoupled):
             module.set_operator(op)
         else:
             Decoupled.adopt(module, op)
     if op.learn_k == "network":
-        shared: Any = chosen[0]
-        for module in chosen:
-            module.k_raw = shared.k_raw
+        for module in layers:
+            module.k_raw = layers[0].k_raw
     _switch_fast_paths(model)
     if project:
         project_weights(model, skip_weighted=True)
@@ -138,8 +141,7 @@ def revert(model: M) -> M:
             raise ArgumentError("model", f"must not be folded, got {name or type(layer).__name__}")
     for _, layer in layers:
         layer.release()
-    for module in model.modules():
-        vars(module).pop(_WHY, None)
+    selection.forget(model, "convert")
     _switch_fast_paths(model)
     return model
 
@@ -147,18 +149,7 @@ def revert(model: M) -> M:
 # --------------------------------------------------------------------------------------------- which layers
 
 
-def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All convolutions and linear layers with their names in the model, in order of registration."""
-    known = {kind.__name__ for kind in KINDS}
-    found: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        quantised = type(module).__module__.startswith("torch.ao.nn") and type(module).__name__ in known
-        if (quantised or isinstance(module, tuple(KINDS))) and "parametrizations" not in name.split("."):
-            found.setdefault(module, []).append(name)
-    return found
-
-
-def _obstacles(model: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
+def _obstacles(model: nn.Module) -> Callable[[Layer], str]:
     """Why a layer cannot be converted; empty where it can."""
     readers: dict[nn.Module | None, str] = {}
     for module in model.modules():
@@ -166,155 +157,26 @@ def _obstacles(model: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module,
             readers[module.out_proj] = type(module).__name__
         elif isinstance(module, getattr(nn, "LinearCrossEntropyLoss", ())):
             readers[module.linear] = type(module).__name__  # type: ignore[index]
-    return {module: _obstacle(module, readers.get(module)) for module in layers}
+    return lambda row: _obstacle(row.module, readers.get(row.module))
 
 
-def _obstacle(module: nn.Module, reader: str | None) -> str:
+def _obstacle(module: Any, reader: str | None) -> str:
     if isinstance(module, Decoupled):
         return "folded" if module.folded else ""
-    if reader is not None:
-        return f"{reader} reads its weight"
-    if isinstance(module, LazyModuleMixin):
-        return "lazy: run a batch through the model first"
+    if not issubclass(type(module), tuple(KINDS)):
+        quantised = neurons.is_quantised(module)
+        return "quantised" if quantised else f"{type(module).__name__} has no decoupled kind"
     parametrised = parametrize.is_parametrized(module)
+    base: Any = type(module).__mro__[1] if parametrised else type(module)
     # A parametrised weight is not looked at: some change whenever they are computed.
-    if not parametrised and not _is_ordinary(module.weight):
-        return "quantised"
-    if "forward" in vars(module):
-        return "its forward pass was replaced"
-    base = type(module).__mro__[1] if parametrised else type(module)
-    return "" if kind_of(base) else f"{base.__name__} has a forward pass of its own"
-
-
-def _is_ordinary(weight: Any) -> bool:
-    quantised = type(weight).__module__.startswith("torchao")
-    return isinstance(weight, Tensor) and weight.is_floating_point() and not quantised
-
-
-@torch.no_grad()
-def _called(model: nn.Module, layers: Iterable[nn.Module], example: Any) -> list[nn.Module]:
-    """The layers that the forward pass calls, in that order."""
-    order: dict[nn.Module, None] = {}
-
-    def note(module: nn.Module, args: Any) -> None:
-        order.setdefault(module)
-
-    modes = {module: module.training for module in model.modules()}
-    hooks = [module.register_forward_pre_hook(note) for module in layers]
-    try:
-        model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            if isinstance(example, Mapping):
-                model(**example)
-            else:
-                model(*(example if isinstance(example, tuple) else (example,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    return list(order)
-
-
-def _classes(types: Kind | Iterable[Kind]) -> tuple[type[nn.Module], ...]:
-    """The classes that are meant."""
-    found: list[type[nn.Module]] = []
-    for kind in [types] if isinstance(types, (str, type)) else types:
-        if isinstance(kind, str):
-            pattern = kind.lower().replace("-", "").replace("_", "")
-            matched = [k for k in KINDS if fnmatchcase(k.__name__.lower(), pattern)]
-        else:
-            matched = [k for k in KINDS if issubclass(k, kind)]
-            matched += [kind] if issubclass(kind, tuple(KINDS)) and kind not in KINDS else []
-        if not matched:
-            known = ", ".join(k.__name__ for k in KINDS)
-            raise ArgumentError(
-                "types", f"must be among {known}, got {kind if isinstance(kind, str) else kind.__name__}"
-            )
-        found += matched
-    return tuple(found)
-
-
-def _matcher(argument: str, choice: Choice) -> Callable[[str, nn.Module], bool]:
-    if callable(choice):
-        return choice
-    patterns = [choice] if isinstance(choice, str) else list(choice)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ArgumentError(argument, f"must be patterns of names or a function, got {patterns}")
-    return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _choose(
-    model: nn.Module,
-    classes: tuple[type[nn.Module], ...],
-    include: Choice | None,
-    exclude: Choice | None,
-    places: list[str],
-    example: Any,
-) -> dict[nn.Module, str]:
-    """Why each layer is left alone; empty for the layers that are chosen, of which there are some."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", f"must be a module, got {type(model).__name__}")
-    for place in places:
-        check_choice("skip", place, tuple(_PLACES))
-    layers = _layers(model)
-    obstacles = _obstacles(model, layers)
-    if example is not None:
-        called = _called(model, layers, example)
-        idle = [module for module in layers if module not in called]
-        obstacles |= {module: obstacles[module] or "the example does not call it" for module in idle}
-        layers = {module: layers[module] for module in [*idle, *called]}
-    able = [module for module in layers if not obstacles[module]]
-    linear = [m for m in layers if isinstance(m, nn.Linear) and "reads" not in obstacles[m]]
-    shortcut = [module for module, names in layers.items() if _on_shortcut(module, names)]
-    at: dict[str, set[nn.Module]] = {"first": {*able[:1]}, "last": {*linear[-1:]}, "shortcut": {*shortcut}}
-    skipped = {module: place for place in reversed(places) for module in at[place] if module is not model}
-    reasons = _reasons(layers, obstacles, classes, include, exclude, skipped)
-    if all(reasons.values()):
-        raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(layers, reasons)}")
-    return reasons
-
-
-def _reasons(
-    layers: Mapping[nn.Module, list[str]],
-    obstacles: Mapping[nn.Module, str],
-    classes: tuple[type[nn.Module], ...] | None,
-    include: Choice | None,
-    exclude: Choice | None,
-    skipped: Mapping[nn.Module, str],
-) -> dict[nn.Module, str]:
-    """Why each layer is left alone; empty for the layers that are chosen."""
-    included = None if include is None else _matcher("include", include)
-    excluded = None if exclude is None else _matcher("exclude", exclude)
-
-    def why(module: nn.Module, names: list[str]) -> str:
-        if obstacles[module]:
-            return obstacles[module]
-        if classes is not None and not isinstance(module, classes):
-            return "not in types"
-        if included and not any(included(name, module) for name in names):
-            return "not in include"
-        if excluded and any(excluded(name, module) for name in names):
-            return "in exclude"
-        place = skipped.get(module)
-        return f'{_PLACES[place]} (skip="{place}")' if place else ""
-
-    return {module: why(module, names) for module, names in layers.items()}
-
-
-def _on_shortcut(module: Any, names: list[str]) -> bool:
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or set(module.kernel_size) != {1}:
-        return False
-    # "project" must be a whole part: mobile networks have a project_conv on their main path.
-    return any("project" in name.split(".") or any(word in name.lower() for word in _SHORTCUT) for name in names)
-
-
-def _listed(layers: Mapping[nn.Module, list[str]], why: Mapping[nn.Module, str]) -> str:
-    """The layers of a model, for a message."""
-    lines = [f"{names[0] or 'the model'} ({type(m).__name__}): {why[m]}" for m, names in layers.items()]
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
-    return "\n  ".join(["these:", *lines]) if lines else "no convolution or linear layer"
+    obstacles = {
+        f"{reader} reads its weight": reader is not None,
+        "lazy: run a batch through the model first": isinstance(module, LazyModuleMixin),
+        "quantised": not parametrised and not neurons.is_ordinary(module.weight),
+        "its forward pass was replaced": "forward" in vars(module),
+        f"{base.__name__} has a forward pass of its own": kind_of(base) is None,
+    }
+    return next((why for why, there in obstacles.items() if there), "")
 
 
 def _switch_fast_paths(model: nn.Module) -> None:
@@ -348,6 +210,7 @@ class Row(NamedTuple):
         angular: Name of the angular function.
         added: Number of parameters that the operator added; one that layers share is counted for the first.
         note: More on the operator, or why the layer was left alone.
+        role: ``"hidden"``, or ``"output"``.
     """
 
     name: str
@@ -357,14 +220,15 @@ class Row(NamedTuple):
     angular: str | None
     added: int
     note: str
+    role: str = "hidden"
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The convolutions and linear layers of a model; prints as a table.
+    """The layers of a model; prints as a table.
 
     Attributes:
-        rows: One for each layer, in order of registration.
+        rows: One for each weight that holds neurons, in order of registration.
     """
 
     rows: tuple[Row, ...]
@@ -385,45 +249,46 @@ class Report:
         return sum(row.added for row in self.rows)
 
     def __str__(self) -> str:
-        cells = [("name", "kind", "weight", "operator", "angular", "added", "note")]
+        columns = {"kind": "left", "weight": "left", "operator": "left", "angular": "left", "added": "right"}
+        lines = []
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
-            cells.append((row.name, row.kind, shape, row.operator or "-", row.angular or "-", str(row.added), row.note))
-        width = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = []
-        for *texts, added, note in cells:
-            padded = [text.ljust(width[i]) for i, text in enumerate(texts)]
-            lines.append("  ".join([*padded, added.rjust(width[-2]), note]).rstrip())
+            values = (row.kind, shape, row.operator or "-", row.angular or "-", str(row.added))
+            lines.append((row.name, row.role, values, row.note))
         layers = "1 layer" if len(self.rows) == 1 else f"{len(self.rows)} layers"
-        lines.append(f"{len(self.converted)} of {layers} decoupled, {self.added} parameters added")
-        return "\n".join(lines)
+        total = f"{len(self.converted)} of {layers} decoupled, {self.added} parameters added"
+        return f"{selection.table(columns, lines)}\n{total}"
 
     __repr__ = __str__
 
 
-def report(model: nn.Module) -> Report:
-    """What the convolutions and linear layers of a model are: decoupled by which operator, or ordinary and why.
+def report(model: nn.Module, *, output: Output = "auto") -> Report:
+    """What the layers of a model are: decoupled by which operator, or ordinary and why.
+
+    Args:
+        model: The model.
+        output: The output layer, where no conversion has decided it (:mod:`hypersphere.selection`).
 
     Example:
         >>> import hypersphere as hs
         >>> report(nn.Sequential(hs.nn.SphereConv2d(3, 8, 3), nn.LazyLinear(10)))
-        name  kind        weight   operator  angular  added  note
-        0     Conv2d      8x3x3x3  sphere    cosine       0
-        1     LazyLinear  10x0     -         -            0  lazy: run a batch through the model first
+        name  role    kind        weight   operator  angular  added  note
+        0     hidden  Conv2d      8x3x3x3  sphere    cosine       0
+        1     output  LazyLinear  10x0     -         -            0  lazy: run a batch through the model first
         1 of 2 layers decoupled, 0 parameters added
         >>> report(hs.nn.TanhLinear(3, 4)).rows[0].added
         4
     """
-    layers = _layers(model)
-    obstacles = _obstacles(model, layers)
+    obstacle = _obstacles(model)
     counted: set[nn.Parameter] = set()
     rows = []
-    for module, names in layers.items():
-        kind = getattr(module, "torch_class", type(module))
-        shape = _shape(module)
+    for layer in selection.noted(model, "convert", output=output):
+        module: Any = layer.module
+        kind = getattr(module, "torch_class", type(module)).__name__
+        shape = neurons.shape(module, layer.weight)
         if not isinstance(module, Decoupled):
-            note = obstacles[module] or getattr(module, _WHY, "")
-            rows.append(Row(names[0], kind.__name__, shape, None, None, 0, note))
+            note = layer.reason or obstacle(layer)
+            rows.append(Row(layer.name, kind, shape, None, None, 0, note, layer.role))
             continue
         op = module.operator
         learned = {p for p in (module.radius_raw, module.k_raw) if p is not None and p.requires_grad} - counted
@@ -431,18 +296,10 @@ def report(model: nn.Module) -> Report:
         notes = [f"weighting={op.weighting}"] if op.weighting != "none" else []
         notes += [f"k learned by {op.learn_k}"] if op.learn_k else []
         notes += ["folded"] if module.folded else []
+        names = module._name(), _name(op.angular)
         added = sum(p.numel() for p in learned)
-        rows.append(Row(names[0], kind.__name__, shape, module._name(), _name(op.angular), added, ", ".join(notes)))
+        rows.append(Row(layer.name, kind, shape, *names, added, ", ".join(notes), layer.role))
     return Report(tuple(rows))
-
-
-def _shape(layer: Any) -> tuple[int, ...]:
-    """Shape of the weight, which is not looked at."""
-    if hasattr(layer, "in_features"):
-        return layer.out_features, layer.in_features
-    channels = layer.out_channels, layer.in_channels
-    rows, columns = reversed(channels) if layer.transposed else channels
-    return rows, columns // layer.groups, *layer.kernel_size
 
 
 def _name(g: Any) -> str:

@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any, TypeVar
@@ -33,18 +33,18 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from hypersphere import neurons, selection
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.geometry import at_least_float32
-from hypersphere.nn.convert import _is_ordinary
-from hypersphere.nn.modules import KINDS
+from hypersphere.neurons import Layout, is_linear, is_ordinary
 from hypersphere.orthogonal.maps import Map, create
-from hypersphere.orthogonal.rotation import Layout, Rotation, holds_columns
+from hypersphere.orthogonal.rotation import Rotation
+from hypersphere.selection import Layer, Output
 
 M = TypeVar("M", bound=nn.Module)
 Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 _BOOK = "_book_of_adapters"  # attribute of a model that has adapters
-_HEADS = ("lm_head", "classifier", "score", "qa_outputs", "head")  # output layers of transformers
 _SHOWN = 20
 
 
@@ -360,6 +360,7 @@ def adapt(
     *,
     name: str = "default",
     targets: Targets | None = None,
+    output: Output = "auto",
     block_size: int | None = None,
     blocks: int | None = None,
     share_blocks: bool = False,
@@ -394,6 +395,8 @@ def adapt(
         targets: Which layers: whole names, last parts of names (``"q_proj"``, ``"self.query"``), patterns of whole
             names (``"encoder.*.dense"``), ``"all-linear"``, or a function of name and layer. By default
             ``"all-linear"``: all linear layers but the output layer.
+        output: The output layer: its name, the module, ``None`` (for a feature extractor whose classifier is a head
+            apart), or ``"auto"`` for the rule of :mod:`hypersphere.selection`.
         block_size: Size b of a block; by default 32, and 4 for butterflies. A layer whose neurons have a size that it
             does not divide takes the nearest divisor. Coordinates of a convolution's neuron are those of one input
             channel after the other.
@@ -473,10 +476,12 @@ def adapt(
         "bias": bias,
         "train": [train] if isinstance(train, str) else list(train),
     }
-    layers = _chosen(model, targets, input_centric)
+    rows = _selected(model, targets, output, input_centric)
+    layers: dict[str, Any] = {row.name: row.module for row in rows if row.chosen}
     made = {layer_name: _adapter(layer_name, layer, config) for layer_name, layer in layers.items()}
     extras = _extra_parameters(model, config["train"], bias, layers)
     config["targets"] = list(layers)
+    selection.note(rows, "rotate")
     object.__setattr__(model, _BOOK, book)
     for layer_name, adapter in made.items():
         _install(layers[layer_name], name, adapter)
@@ -495,59 +500,44 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
-def _is_linear(module: Any) -> bool:
-    """Whether this is a linear layer: torch's, GPT-2's, or a quantised one of whatever class."""
-    if isinstance(module, nn.Linear) or holds_columns(module):
-        return True
-    sized = isinstance(getattr(module, "in_features", None), int) and isinstance(
-        getattr(module, "out_features", None), int
-    )
-    return sized and not _is_ordinary(getattr(module, "weight", None))
-
-
-def _chosen(model: nn.Module, targets: Targets | None, input_centric: bool | None) -> dict[str, Any]:
-    """The layers that are to be adapted, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inner = {"parametrizations", "adapters"} & set(name.split("."))
-        if not inner and (isinstance(module, tuple(KINDS)) or _is_linear(module)):
-            found[name] = module
+def _selected(model: nn.Module, targets: Targets | None, output: Output, input_centric: bool | None) -> list[Layer]:
+    """All layers of a model, those that are to be adapted without a reason."""
+    rows = selection.layers(model, output=output)
+    found = {row.name: row for row in rows if isinstance(row.module, neurons.PLAIN) or is_linear(row.module)}
     if callable(targets):
-        chosen = {name for name, module in found.items() if targets(name, module)}
+        wanted = {name for name, row in found.items() if targets(name, row.module)}
     elif targets is None and "" in found:  # the model is a layer
-        chosen = {""}
+        wanted = {""}
     else:
         patterns = ["all-linear"] if targets is None else [targets] if isinstance(targets, str) else list(targets)
-        chosen = {name for pattern in patterns for name in _hits(model, found, pattern)}
-    if not chosen:
-        raise ArgumentError("targets", "must choose a layer, got none")
+        wanted = {name for pattern in patterns for name in _hits(found, pattern)}
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    for name in chosen:
-        obstacle = _obstacle(found[name], holders, input_centric)
+    for name in wanted:
+        obstacle = _obstacle(found[name].module, holders, input_centric)
         if obstacle:
             raise ArgumentError("targets", f"must not have {name or type(model).__name__}: {obstacle}")
-    return {name: module for name, module in found.items() if name in chosen}
+
+    def why(row: Layer) -> str:
+        if row.reason or row.name in wanted:
+            return row.reason
+        if row.name not in found:
+            return f"no adapter for {row.kind}"
+        return "the output" if row.role == "output" else "not in targets"
+
+    decided = [replace(row, reason=why(row)) for row in rows]
+    selection.chosen(model, decided, "targets")
+    return decided
 
 
-def _hits(model: nn.Module, found: Mapping[str, nn.Module], pattern: str) -> set[str]:
+def _hits(found: Mapping[str, Layer], pattern: str) -> set[str]:
     """The layers that a name or a pattern means; a whole name means one, also if others end like that."""
     if pattern == "all-linear":
-        hits = _all_linear(model, found)
-    else:
-        hits = {pattern} if pattern in found else {name for name in found if _matches(name, pattern)}
+        return {name for name, row in found.items() if is_linear(row.module) and row.role != "output"}
+    hits = {pattern} if pattern in found else {name for name in found if _matches(name, pattern)}
     if not hits:
         names = [*list(found)[:_SHOWN], *(["..."] if len(found) > _SHOWN else [])]
         raise ArgumentError("targets", f"must be among {', '.join(names) or 'no layers'}, got {pattern!r}")
     return hits
-
-
-def _all_linear(model: Any, found: Mapping[str, nn.Module]) -> set[str]:
-    """The linear layers but that of the output."""
-    linear = [name for name, module in found.items() if _is_linear(module)]
-    if callable(getattr(model, "get_output_embeddings", None)):  # one of transformers: it says which
-        output = model.get_output_embeddings()
-        return {n for n in linear if found[n] is not output and n.rpartition(".")[2] not in _HEADS}
-    return set(linear[:-1] if len(linear) > 1 else linear)
 
 
 def _obstacle(module: Any, holders: Mapping[int, int], input_centric: bool | None) -> str:
@@ -556,9 +546,9 @@ def _obstacle(module: Any, holders: Mapping[int, int], input_centric: bool | Non
     if parametrize.is_parametrized(module, "weight"):
         return "its weight is parametrised: merge that first"
     weight = module._parameters.get("weight")
-    if _is_ordinary(weight) and holders[id(weight)] > 1:
+    if is_ordinary(weight) and holders[id(weight)] > 1:
         return "another module shares its weight"
-    if not _is_ordinary(weight) and not _is_linear(module):
+    if not is_ordinary(weight) and not is_linear(module):
         return "it is quantised and not linear"
     if input_centric and type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "attention reads its weight and does not call it: input_centric must be None"
@@ -572,7 +562,7 @@ def _nearest_divisor(d: int, wanted: int) -> int:
 
 def _adapter(name: str, layer: Any, config: Mapping[str, Any]) -> Adapter:
     weight = layer._parameters.get("weight")
-    ordinary = _is_ordinary(weight)
+    ordinary = is_ordinary(weight)
     layout = Layout(layer)
     if ordinary:
         count, n, d = layout.vectors(weight).shape
@@ -598,7 +588,7 @@ def _adapter(name: str, layer: Any, config: Mapping[str, Any]) -> Adapter:
     dtype = torch.float32 if config["dtype"] is None else getattr(torch, config["dtype"])
     if ordinary and config["dtype"] is None:
         dtype = torch.promote_types(weight.dtype, dtype)
-    asked = bool(config["input_centric"]) and _is_linear(layer)
+    asked = bool(config["input_centric"]) and is_linear(layer)
     return Adapter(
         Packed(create("cayley", **options), block),
         layout,
@@ -778,7 +768,7 @@ def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
     book = _book(model)
     layers = {n: layer for n, layer in adapted_layers(model).items() if name in layer.adapters}
     for layer_name, layer in layers.items():
-        if not _is_ordinary(layer._parameters.get("weight")):
+        if not is_ordinary(layer._parameters.get("weight")):
             raise ArgumentError("model", f"must have weights that can be turned, got a quantised one: {layer_name}")
     use(model, name)
     for layer in layers.values():
@@ -838,6 +828,7 @@ def unload(model: M) -> M:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in book.trainable)
     delattr(model, _BOOK)
+    selection.forget(model, "rotate")
     return model
 
 

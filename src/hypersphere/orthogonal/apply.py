@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from hypersphere import neurons, selection
 from hypersphere.energy.minimise import refine as minimised
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, normalise
-from hypersphere.nn.convert import _PLACES, Choice, Kind, _classes, _is_ordinary, _listed, _on_shortcut, _reasons
-from hypersphere.nn.modules import KINDS
+from hypersphere.neurons import Layout
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
 from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create, orthogonality_error
-from hypersphere.orthogonal.rotation import Layout, Rotation, Together, holds_columns, rotations
+from hypersphere.orthogonal.rotation import Rotation, Together, rotations
+from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
 Init = str | Callable[[Tensor], Any]
@@ -35,10 +36,11 @@ def apply(
     model: M,
     map: str | Map = "cayley",
     *,
-    types: Kind | Iterable[Kind] | None = None,
+    types: Types | None = None,
     include: Choice | None = None,
     exclude: Choice | None = None,
-    skip: str | Iterable[str] | None = ("last",),
+    skip: str | Iterable[str] | None = ("output",),
+    output: Output = "auto",
     init: Init | None = None,
     mean: float = 0.0,
     unit_norm: bool = False,
@@ -69,11 +71,13 @@ def apply(
         model: Any module, or a layer.
         map: How R comes from free parameters: the name of a map (``hypersphere list orthogonal``) or a map.
         types: Classes of layers, or patterns of their names (``"conv*"``); by default all linear and convolution
-            layers, transposed ones and the linear layers of GPT-2 in transformers included.
+            layers, transposed ones and the linear layers of GPT-2 in transformers included, and attention, whose
+            queries, keys and values have a rotation each.
         include: Which layers: patterns of their names in the model (``"stages.*"``), or a function of name and layer.
         exclude: Which not, in the same way.
-        skip: Places to leave alone: ``"first"`` layer, ``"last"`` linear layer (the classifier), ``"shortcut"`` (1x1
-            convolutions on shortcuts).
+        skip: Places to leave alone: the ``"first"`` layer, the ``"output"``, 1x1 convolutions on a ``"shortcut"``.
+        output: The output layer: its name, the module, ``None`` (for a feature extractor whose classifier is a head
+            apart), or ``"auto"`` for the rule of :mod:`hypersphere.selection`.
         init: Draw the neurons anew before they are frozen: ``"kaiming"`` (normal, variance 2/d), ``"xavier"`` (normal,
             2/(d+n)), ``"normal"`` (variance 1), or a function that fills a weight in place. Directions of normal
             vectors are uniform on the sphere, which is close to the least energy.
@@ -118,10 +122,13 @@ def apply(
     _check(start=start, sides=sides, sampling=sampling, blocks=blocks, gain=gain, sample=sample, init=init, mean=mean)
     if seed is None and (init is not None or start == "normal" or sample is not None):
         seed = int(torch.randint(2**31, ()))
-    layers = choose(model, types, include, exclude, skip)
-    plans: list[tuple[Any, Tensor, list[Rotation]]] = []
-    for place, (name, layer) in enumerate(layers.items()):  # all that may fail, before any layer is changed
-        generator = source(seed, name)
+    rows = selection.select(
+        model, types=types, include=include, exclude=exclude, skip=skip, output=output, obstacle=_obstacles(model)
+    )
+    layers = [Rotated(row.name, row.module, row.weight) for row in selection.chosen(model, rows)]
+    plans: list[tuple[Rotated, Tensor, list[Rotation]]] = []
+    for place, layer in enumerate(layers):  # all that may fail, before any layer is changed
+        generator = source(seed, layer.name)
         weight = _prepared(layer, init, mean, unit_norm, gain, refine, generator)
         whole = sample is not None and place == 0 and sides == "in" and len(layers) > 1
         share = None if whole else sample
@@ -132,16 +139,17 @@ def apply(
                 rotation.free.copy_(torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype))
             rotation.carry()
         plans.append((layer, weight, turned))
+    selection.note(rows, "rotate")
     for layer, weight, turned in plans:
         with torch.no_grad():
-            layer.weight.copy_(weight)
+            layer.value.copy_(weight)
         if not learn_neurons:
             freeze(layer)
         for rotation in turned:
-            rotation.train(layer.training)
-            parametrize.register_parametrization(layer, "weight", rotation, unsafe=True)
+            rotation.train(layer.module.training)
+            parametrize.register_parametrization(layer.module, layer.weight, rotation, unsafe=True)
         if chosen_map.orthogonal and sides == "in" and not learn_neurons:
-            layer.keeps_angles = True
+            layer.module.keeps_angles = True
     gather(model)
     return model
 
@@ -168,59 +176,57 @@ def _check(
 # --------------------------------------------------------------------------------------------- which layers
 
 
-def choose(
-    model: nn.Module,
-    types: Kind | Iterable[Kind] | None,
-    include: Choice | None,
-    exclude: Choice | None,
-    skip: str | Iterable[str] | None,
-) -> dict[str, Any]:
-    """The layers to be turned, by name; raises where there is none."""
-    places = [skip] if isinstance(skip, str) else list(skip or ())
-    for place in places:
-        check_choice("skip", place, tuple(_PLACES))
-    found = _layers(model)
+class Rotated(NamedTuple):
+    """A weight of a model that rotations turn, or are going to.
+
+    Attributes:
+        name: Name of the layer.
+        module: The module that owns the weight.
+        weight: Name of the weight in it.
+    """
+
+    name: str
+    module: Any
+    weight: str = "weight"
+
+    @property
+    def value(self) -> Tensor:
+        """The weight, as it is rotated."""
+        found: Tensor = getattr(self.module, self.weight)
+        return found
+
+    @property
+    def parts(self) -> Any:
+        """Its rotations, in the order in which they act; ``original`` is the weight before them."""
+        return self.module.parametrizations[self.weight]
+
+
+def _obstacles(model: nn.Module) -> Callable[[Layer], str]:
+    """Why a layer cannot be rotated; empty where it can."""
+    selection.check_model(model)
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    linear: list[nn.Module] = [m for m in found if isinstance(m, nn.Linear)]
-    at: dict[str, list[nn.Module]] = {
-        "first": list(found)[:1],
-        "last": linear[-1:],
-        "shortcut": [m for m, names in found.items() if _on_shortcut(m, names)],
-    }
-    skipped = {module: place for place in reversed(places) for module in at[place] if module is not model}
-    obstacles = {module: _obstacle(module, holders) for module in found}
-    classes = None if types is None else _classes(types)
-    reasons = _reasons(found, obstacles, classes, include, exclude, skipped)
-    chosen = {names[0]: module for module, names in found.items() if not reasons[module]}
-    if not chosen:
-        raise ArgumentError("model", f"must have a layer that is chosen, got {_listed(found, reasons)}")
-    return chosen
+    return lambda row: _obstacle(row, holders)
 
 
-def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All layers that have neurons, with their names in the model, in order of registration."""
-    found: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        known = isinstance(module, tuple(KINDS)) or holds_columns(module) or getattr(module, "neurons", "") == "rows"
-        if known and "parametrizations" not in name.split("."):
-            found.setdefault(module, []).append(name)
-    return found
-
-
-def _obstacle(module: Any, holders: Mapping[int, int]) -> str:
-    if isinstance(module, LazyModuleMixin):
-        return "lazy: run a batch through the model first"
-    if isinstance(module._modules.get("adapters"), Adapters):
-        return "has adapters: unload them first"
-    if parametrize.is_parametrized(module, "weight"):
-        own = all(isinstance(part, Rotation) for part in module.parametrizations.weight)
+def _obstacle(row: Layer, holders: Mapping[int, int]) -> str:
+    module: Any = row.module
+    if parametrize.is_parametrized(module, row.weight):
+        own = all(isinstance(part, Rotation) for part in module.parametrizations[row.weight])
         return "turned already: merge it first" if own else "its weight is parametrised"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "a hook computes its weight" if "weight" in vars(module) else "no weight of its own"
-    if not _is_ordinary(weight):
-        return "quantised"
-    return "another module shares its weight" if holders[id(weight)] > 1 else ""
+    weight = module._parameters.get(row.weight)
+    missing = weight is None
+    obstacles = {
+        "lazy: run a batch through the model first": isinstance(module, LazyModuleMixin),
+        "has adapters: unload them first": isinstance(module._modules.get("adapters"), Adapters),
+        # torch hands a list of its parameters to the kernel, whatever their names have come to mean.
+        f"{row.kind} reads its weights past a rotation": isinstance(module, nn.RNNBase),
+        "its gradients are sparse": bool(getattr(module, "sparse", False)),
+        "a hook computes its weight": missing and row.weight in vars(module),
+        "quantised": neurons.is_quantised(module) or not (missing or neurons.is_ordinary(weight)),
+        "no weight of its own": missing,
+        "another module shares its weight": holders[id(weight)] > 1,
+    }
+    return next((why for why, there in obstacles.items() if there), "")
 
 
 # ---------------------------------------------------------------------------------------------- neurons
@@ -243,7 +249,7 @@ def source(seed: int | None, name: str) -> torch.Generator | None:
 
 @torch.no_grad()
 def _prepared(
-    layer: Any,
+    layer: Rotated,
     init: Init | None,
     mean: float,
     unit_norm: bool,
@@ -252,7 +258,7 @@ def _prepared(
     generator: torch.Generator | None,
 ) -> Tensor:
     """The weight of a layer with neurons drawn, refined and scaled."""
-    weight, layout = layer.weight.detach().clone(), Layout(layer)
+    weight, layout = layer.value.detach().clone(), Layout(layer.module, weight=layer.weight)
     if callable(init):
         init(weight)
     vectors = at_least_float32(layout.vectors(weight))
@@ -269,16 +275,16 @@ def _prepared(
     return layout.weight(gain * vectors, weight)
 
 
-def freeze(layer: Any) -> None:
+def freeze(layer: Rotated) -> None:
     """Make the weight of a layer a buffer, which no optimiser, weight decay or clipping sees."""
-    weight = layer.weight
-    del layer.weight
-    layer.register_buffer("weight", weight.detach())
+    weight = layer.value
+    delattr(layer.module, layer.weight)
+    layer.module.register_buffer(layer.weight, weight.detach())
 
 
 def _rotation(
     map: Map,
-    layer: Any,
+    layer: Rotated,
     axis: str,
     blocks: int,
     shared: bool,
@@ -286,12 +292,10 @@ def _rotation(
     sampling: str,
     generator: torch.Generator | None,
 ) -> Rotation:
-    weight, layout = layer.weight, Layout(layer, axis)
-    vectors = layout.vectors(weight)
-    groups, n, d = vectors.shape
+    weight, layout = layer.value, Layout(layer.module, axis, weight=layer.weight)
+    groups, n, d, taps = layout.groups, layout.n, layout.d, layout.taps
     # The kernels of a depthwise convolution are few numbers each, and one neuron a group has no angle to keep.
     own = 1 if groups == 1 or (n == 1 and axis == "in") else groups
-    taps = math.prod(weight.shape[2:]) if axis == "in" and weight.dim() > 2 else 1
     index: Tensor | None = None
     block = d
     if sample is not None:
@@ -448,41 +452,47 @@ def merge(model: M) -> M:
           (2): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    layers = turned_layers(model)
-    for layer in layers.values():
-        weight = layer.weight.detach().clone()
-        for rotation in layer.parametrizations.weight:
+    layers = rotated(model)
+    by_module: dict[Any, dict[str, Tensor]] = {}
+    for layer in layers:
+        by_module.setdefault(layer.module, {})[layer.weight] = layer.value.detach().clone()
+        for rotation in layer.parts:
             rotation.detached = True
-        _unparametrise(layer)
-        others = {name: layer._parameters.pop(name) for name in list(layer._parameters)}
-        layer.weight = nn.Parameter(weight)
-        layer._parameters.update(others)  # behind the weight, as it was: optimisers go by the order
-        vars(layer).pop("keeps_angles", None)
+    for module, values in by_module.items():
+        _unparametrise(module, values)
+        others = {name: module._parameters.pop(name) for name in list(module._parameters)}
+        for name, value in values.items():
+            setattr(module, name, nn.Parameter(value))
+        module._parameters.update(others)  # behind the weights, as they were: optimisers go by the order
+        vars(module).pop("keeps_angles", None)
     gather(model)
+    selection.forget(model, "rotate")
     if not layers:
         raise ArgumentError("model", "must have a layer that turns its neurons, got none (merged before?)")
     return model
 
 
-def _unparametrise(layer: Any) -> None:
-    """Take the parametrisation off the weight, and leave the layer without one."""
-    if len(layer.parametrizations) > 1:
-        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-        del layer.weight
+def _unparametrise(module: Any, weights: Iterable[str]) -> None:
+    """Take the parametrisations off some weights, and leave the module without these."""
+    if set(module.parametrizations) - set(weights):
+        for weight in weights:
+            parametrize.remove_parametrizations(module, weight, leave_parametrized=False)
+            delattr(module, weight)
         return
     # torch would delete a property of the class, which copies of the layer share.
-    layer.__class__ = type(layer).__bases__[0]
-    del layer.parametrizations
+    module.__class__ = type(module).__bases__[0]
+    del module.parametrizations
 
 
-def turned_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers whose weight is turned by rotations, by name."""
-    return {
-        name: module
+def rotated(model: nn.Module) -> list[Rotated]:
+    """The weights of a model that are turned by rotations."""
+    return [
+        Rotated(f"{name}.{weight}".strip(".") if weight != "weight" else name, module, weight)
         for name, module in model.named_modules()
-        if parametrize.is_parametrized(module, "weight")
-        and all(isinstance(part, Rotation) for part in module.parametrizations.weight)
-    }
+        if parametrize.is_parametrized(module)
+        for weight, parts in module.parametrizations.items()
+        if all(isinstance(part, Rotation) for part in parts)
+    ]
 
 
 @torch.no_grad()
@@ -500,10 +510,9 @@ def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> 
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
         >>> rebase(model)
     """
-    for layer in turned_layers(model).values():
-        parts = layer.parametrizations.weight
-        parts.original.copy_(layer.weight)
-        for rotation in parts:
+    for layer in rotated(model):
+        layer.parts.original.copy_(layer.value)
+        for rotation in layer.parts:
             rotation.reset()
             forget_state(optimiser, rotation.free)
 
@@ -530,6 +539,7 @@ class Row(NamedTuple):
         error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix, also of what a map that follows would give.
         gram: Largest change of an inner product between neurons, relative to the largest squared norm; of singular
             values where both sides are turned.
+        role: ``"hidden"``, or ``"output"``.
     """
 
     name: str
@@ -541,6 +551,7 @@ class Row(NamedTuple):
     moved: float
     error: float
     gram: float
+    role: str = "hidden"
 
 
 @dataclass(frozen=True, repr=False)
@@ -549,9 +560,11 @@ class Report:
 
     Attributes:
         rows: One for each rotation.
+        left: The layers without one, with the reasons.
     """
 
     rows: tuple[Row, ...]
+    left: tuple[Layer, ...] = ()
 
     @property
     def error(self) -> float:
@@ -564,55 +577,63 @@ class Report:
         return max((row.gram for row in self.rows), default=0.0)
 
     def __str__(self) -> str:
-        cells = [("name", "map", "neurons", "matrices", "free", "moved", "error", "gram change")]
+        columns = dict.fromkeys(("map", "neurons", "matrices"), "left")
+        columns |= dict.fromkeys(("free", "moved", "error", "gram change"), "right")
+        lines: list[tuple[str, str, Sequence[str], str]] = []
         for row in self.rows:
-            numbers = (f"{row.moved:.3f}", f"{row.error:.1e}", f"{row.gram:.1e}")
-            cells.append((row.name, row.map, f"{row.n}x{row.d}", row.matrices, f"{row.free:,}", *numbers))
-        width = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                [
-                    *(t.ljust(w) for t, w in zip(row[:4], width, strict=False)),
-                    *(t.rjust(w) for t, w in zip(row[4:], width[4:], strict=True)),
-                ]
-            )
-            for row in cells
-        ]
+            numbers = (f"{row.free:,}", f"{row.moved:.3f}", f"{row.error:.1e}", f"{row.gram:.1e}")
+            lines.append((row.name, row.role, (row.map, f"{row.n}x{row.d}", row.matrices, *numbers), ""))
+        lines += [(layer.name, layer.role, (), layer.reason) for layer in self.left]
         total = sum(row.free for row in self.rows)
-        return "\n".join([*lines, f"{len(self.rows)} rotations, {total:,} free parameters"])
+        return f"{selection.table(columns, lines)}\n{len(self.rows)} rotations, {total:,} free parameters"
 
     __repr__ = __str__
 
 
 @torch.no_grad()
-def check(model: nn.Module) -> Report:
+def check(model: nn.Module, *, output: Output = "auto") -> Report:
     """How exact the rotations of a model are, how far they have come, and whether neurons keep their angles.
+
+    Args:
+        model: The model.
+        output: The output layer, where :func:`apply` or :func:`~hypersphere.orthogonal.adapt` has not decided it.
 
     Example:
         >>> check(apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))))
-        name  map     neurons  matrices  free  moved    error  gram change
-        0     cayley  4x3      1x3          3  0.000  0.0e+00      0.0e+00
+        name  role    map     neurons  matrices  free  moved    error  gram change  note
+        0     hidden  cayley  4x3      1x3          3  0.000  0.0e+00      0.0e+00
+        2     output  -       -        -            -      -        -            -  the output (skip="output")
         1 rotations, 3 free parameters
     """
     rows = []
-    for name, layer in turned_layers(model).items():
-        parts = layer.parametrizations.weight
-        layout = Layout(layer)
-        drift = _drift(layout.vectors(parts.original), layout.vectors(layer.weight), both=len(parts) > 1)
+    layers = selection.noted(model, "rotate", output=output)
+    roles = {layer.name: layer.role for layer in layers}
+    for name, module, weight in (found := rotated(model)):
+        parts, layout = module.parametrizations[weight], Layout(module, weight=weight)
+        drift = _drift(layout.vectors(parts.original), layout.vectors(getattr(module, weight)), both=len(parts) > 1)
         for rotation in parts:
             label = f"{name} (outputs)" if rotation.layout.axis == "out" else name
-            rows.append(_row(label, rotation, rotation.layout.vectors(parts.original).shape, drift))
-    for name, layer in adapted_layers(model).items():
-        for title, adapter in layer.adapters.items():
+            rows.append(_row(label, rotation, rotation.layout.vectors(parts.original).shape, drift, roles[name]))
+    adapted = adapted_layers(model)
+    for name, module in adapted.items():
+        for title, adapter in module.adapters.items():
             d = adapter.d
             # Of a quantised weight no neurons can be read; R says it all.
             R = adapter.turn(torch.eye(d, dtype=torch.float64, device=adapter.free.device).expand(adapter.groups, d, d))
             eye = torch.eye(d, dtype=torch.float64, device=R.device)
-            rows.append(_row(f"{name} ({title})", adapter, (adapter.groups, d, d), float((R @ R.mT - eye).abs().max())))
-    return Report(tuple(rows))
+            error = float((R @ R.mT - eye).abs().max())
+            rows.append(_row(f"{name} ({title})", adapter, (adapter.groups, d, d), error, roles[name]))
+    taken = {*adapted, *(layer.name for layer in found)}
+    obstacle = _obstacles(model)
+    left = [
+        replace(layer, reason=layer.reason or obstacle(layer) or "not rotated")
+        for layer in layers
+        if layer.name not in taken
+    ]
+    return Report(tuple(rows), tuple(left))
 
 
-def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float) -> Row:
+def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float, role: str) -> Row:
     matrices = rotation.matrices()
     error = orthogonality_error(matrices).max()
     if rotation.carried is not None:  # what the next step of training will see
@@ -630,6 +651,7 @@ def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float) -> R
         float(moved),
         float(error),
         drift,
+        role,
     )
 
 

@@ -14,57 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hypersphere.errors import ArgumentError, check_choice
+from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.neurons import Layout
 from hypersphere.orthogonal.maps import Map, exact_products
-
-
-def holds_columns(layer: nn.Module) -> bool:
-    """Whether a layer holds its neurons in the columns of a matrix.
-
-    So does the linear layer of GPT-2 and its kin in transformers, and any layer that says ``neurons = "columns"``.
-    """
-    if getattr(layer, "neurons", None) == "columns":
-        return True
-    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__) and hasattr(layer, "nf")
-
-
-class Layout:
-    """How a layer's weight is read as vectors ``(groups, n, d)``, and written back.
-
-    Args:
-        layer: A linear layer, a convolution, a transposed convolution, or a linear layer of GPT-2's kind in
-            transformers, which holds its neurons in columns.
-        axis: ``"in"``: a vector is a neuron; ``"out"``: a vector holds one coordinate of all neurons (of a group).
-
-    Example:
-        >>> Layout(nn.Conv2d(8, 16, 3, groups=2)).vectors(torch.zeros(16, 4, 3, 3)).shape
-        torch.Size([2, 8, 36])
-    """
-
-    def __init__(self, layer: nn.Module, axis: str = "in") -> None:
-        check_choice("axis", axis, ("in", "out"))
-        self.axis = axis
-        self.groups: int = getattr(layer, "groups", 1)
-        self.by_column = bool(getattr(layer, "transposed", False)) or holds_columns(layer)
-
-    def vectors(self, weight: Tensor) -> Tensor:
-        """``(groups, n, d)``, a view where there is one."""
-        # Input channels of all groups come first in the weight of a transposed layer: (in, out / groups, ...).
-        rows = weight.unflatten(0, (self.groups, -1)).transpose(1, 1 + self.by_column).flatten(2)
-        return rows if self.axis == "in" else rows.mT
-
-    def weight(self, vectors: Tensor, like: Tensor) -> Tensor:
-        """The weight, in the shape, type and memory format of another."""
-        rows = vectors if self.axis == "in" else vectors.mT
-        if self.by_column:
-            channels = like.shape[0] // self.groups
-            found = rows.unflatten(2, (channels, -1)).transpose(1, 2).reshape(like.shape)
-        else:
-            found = rows.reshape(like.shape)
-        found = found.to(like.dtype)
-        last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
-        return found.contiguous(memory_format=torch.channels_last) if last else found
 
 
 class Rotation(nn.Module):
@@ -345,4 +298,6 @@ def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
     """
     for name, module in model.named_modules():
         if isinstance(module, Rotation):
-            yield re.split(r"(?:^|\.)(?:parametrizations|adapters)\.", name)[0], module
+            layer, *rest = re.split(r"(?:^|\.)(?:parametrizations|adapters)\.", name)
+            weight = rest[0].split(".")[0] if f"{layer}.parametrizations.".lstrip(".") in name else "weight"
+            yield layer if weight == "weight" else f"{layer}.{weight}".lstrip("."), module

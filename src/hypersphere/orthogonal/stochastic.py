@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.orthogonal.apply import SAMPLINGS, apply, forget_state, source, turned_layers
+from hypersphere.orthogonal.apply import SAMPLINGS, apply, forget_state, rotated, source
 from hypersphere.orthogonal.rotation import Rotation
 
 M = TypeVar("M", bound=nn.Module)
@@ -50,11 +50,7 @@ class Resampling:
     ) -> None:
         check_range("every", every, 1)
         self.every, self.optimiser, self.seed = every, optimiser, seed
-        self.layers: dict[str, Any] = {
-            name: layer
-            for name, layer in turned_layers(model).items()
-            if any(rotation.sampling for rotation in layer.parametrizations.weight)
-        }
+        self.layers = [layer for layer in rotated(model) if any(rotation.sampling for rotation in layer.parts)]
         if not self.layers:
             raise ArgumentError(
                 "model", "must have layers that turn some coordinates at a time: apply(..., sample=0.25)"
@@ -68,9 +64,9 @@ class Resampling:
                 rotation.reset(self._coordinates(name, rotation, 0).unsqueeze(0))
 
     def _turned(self) -> Iterator[tuple[str, Rotation]]:
-        for name, layer in self.layers.items():
-            for side, rotation in enumerate(layer.parametrizations.weight):
-                yield f"{name}/{side}", rotation
+        for layer in self.layers:
+            for side, rotation in enumerate(layer.parts):
+                yield f"{layer.name}/{side}", rotation
 
     def __call__(self, step: int | None = None) -> None:
         """Count one step (or set the number of steps taken) and draw where it is the turn."""
@@ -81,8 +77,8 @@ class Resampling:
     @torch.no_grad()
     def draw(self, number: int) -> None:
         """Begin the round with this number."""
-        for layer in self.layers.values():
-            layer.parametrizations.weight.original.copy_(layer.weight)
+        for layer in self.layers:
+            layer.parts.original.copy_(layer.value)
         for name, rotation in self._turned():
             rotation.reset(self._coordinates(name, rotation, number).unsqueeze(0))
             forget_state(self.optimiser, rotation.free)
