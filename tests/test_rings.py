@@ -9,7 +9,8 @@ import hypersphere
 
 ROOT = Path(hypersphere.__file__).parent
 CORE = {
-    *("errors", "registry", "geometry", "angular", "margins", "losses", "energy", "nn", "orthogonal"),
+    *("errors", "registry", "geometry", "angular", "margins", "selection", "neurons"),
+    *("losses", "energy", "nn", "orthogonal"),
     *("optim", "metrics", "diagnostics", "landscape", "attacks"),
 }
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         optim,
         orthogonal,
         registry,
+        selection,
     )
 
 __version__ = "0.2.0"
@@ -51,6 +52,7 @@ __all__ = [
     "optim",
     "orthogonal",
     "registry",
+    "selection",
 ]
 
 _MODULES = {*__all__, "selection", "neurons", "testing"} - {"__version__"}

@@ -81,7 +81,385 @@ class Layer:
     tied: str = ""
 
     @property
-    def chosen(model: nn.Module, rows: Iterable[Layer], argument: str = "model") -> list[Layer]:
+    def chosen(self) -> bool:
+        """Whether it was chosen."""
+        return not self.reason
+
+
+# ----------------------------------------------------------------------------------------------- all layers
+
+
+def layers(model: nn.Module, *, output: Output = "auto", example: Any = None) -> tuple[Layer, ...]:
+    """All weights of a model that hold neurons, in order of registration, each once, with their roles.
+
+    Linear layers, convolutions (transposed ones, too), attention, embeddings, recurrent layers, what says ``neurons =
+    "rows"`` or ``"columns"`` of its weight, and, with a reason why they are left out, the matrices that other modules
+    own.
+
+    Args:
+        model: Any module, or a layer.
+        output: The output layer: its name, a pattern of names, the module, ``None``, or ``"auto"`` for the rule of
+            :mod:`hypersphere.selection`.
+        example: An input of the model (a tuple is taken as several, a mapping as keywords). It is run through the model
+            to see the order of the calls.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 10))
+        >>> [(layer.name, layer.kind, layer.role) for layer in layers(model)]
+        [('0', 'Conv2d', 'hidden'), ('3', 'Linear', 'output')]
+    """
+    found = _found(model)
+    outputs = _outputs(model, found, output, None if example is None else calls(model, example))
+    return tuple(replace(row, role="output") if row.module in outputs else row for row in found)
+
+
+def check_model(model: Any) -> None:
+    """Raise an :class:`~hypersphere.errors.ArgumentError` for what is no module.
+
+    Example:
+        >>> check_model("resnet18")
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: model must be a module, got str
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", f"must be a module, got {type(model).__name__}")
+
+
+def _found(model: nn.Module) -> list[Layer]:
+    check_model(model)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if "parametrizations" not in name.split(".") and not getattr(module, "is_rotation", False):
+            names.setdefault(module, []).append(name)
+    rows: list[Layer] = []
+    held: dict[int, str] = {}
+    for module, called in names.items():
+        for weight, kind, reason in _weights(module):
+            suffix = "" if weight == "weight" else weight
+            own = tuple(f"{name}.{suffix}".strip(".") for name in called)
+            tied = ""
+            if not isinstance(module, neurons.EMBEDDINGS):  # what shares their weight is a layer for its own sake
+                key = _identity(module, weight)
+                tied = held.get(key, "")
+                held.setdefault(key, own[0] or type(model).__name__)
+            rows.append(Layer(own[0], module, "hidden", reason, weight, kind, own, tied))
+    return rows
+
+
+def _weights(module: Any) -> Iterator[tuple[str, str, str]]:
+    """The weights of a module that may hold neurons: name, kind and why nobody can read it."""
+    known = neurons.weights(module)
+    if known:
+        kind = _kind(module)
+        yield from ((weight, kind, "") for weight in known)
+        return
+    if neurons.is_quantised(module):
+        name = type(module).__name__
+        yield "weight", name if name in {kind.__name__ for kind in neurons.PLAIN} else "Linear", ""
+        return
+    for weight, value in module._parameters.items():
+        if value is not None and sum(size > 1 for size in _sizes(value)) > 1 and not normalises(module):
+            yield weight, "", 'unknown how its neurons lie (neurons = "rows" or "columns" of the module says it)'
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return () if is_lazy(value) else tuple(value.shape)
+
+
+def _kind(module: nn.Module) -> str:
+    """The name by which a type is asked for; that of torch where the class is one of torch's kinds."""
+    if neurons.holds_columns(module) and hasattr(module, "nf"):
+        return "Linear"
+    for kind in (*neurons.PLAIN, nn.MultiheadAttention, *neurons.EMBEDDINGS):
+        if isinstance(module, kind):
+            return kind.__name__
+    if isinstance(module, neurons.RECURRENT):
+        return next(kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch."))
+    return type(module).__name__
+
+
+def _identity(module: Any, weight: str) -> int:
+    """A number that modules with the same weight share."""
+    if parametrize.is_parametrized(module, weight):
+        held = module.parametrizations[weight]
+        originals = [*held._parameters.values(), *held._buffers.values()]
+        return id(originals[0]) if originals else id(module)
+    found = module._parameters.get(weight)
+    return id(module) if found is None else id(found)
+
+
+def normalises(module: nn.Module) -> bool:
+    """Whether a module is a normalisation, of torch or of whatever library.
+
+    Example:
+        >>> normalises(nn.BatchNorm2d(4)), normalises(nn.Linear(4, 4))
+        (True, False)
+    """
+    return isinstance(module, _NORMALISES) or "Norm" in type(module).__name__
+
+
+def calls(model: nn.Module, example: Any) -> list[nn.Module]:
+    """The modules that a forward pass calls, in that order, as often as it does; the model stays as it is.
+
+    Args:
+        model: The model.
+        example: An input of it: a tuple is taken as several, a mapping as keywords.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        >>> [type(module).__name__ for module in calls(model, torch.ones(3))]
+        ['Sequential', 'Linear', 'ReLU']
+    """
+    order: list[nn.Module] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        order.append(module)
+
+    modes = {module: module.training for module in model.modules()}
+    hooks = [module.register_forward_pre_hook(note) for module in modes]
+    try:
+        model.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            if isinstance(example, Mapping):
+                model(**example)
+            else:
+                model(*(example if isinstance(example, tuple) else (example,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return order
+
+
+# ------------------------------------------------------------------------------------------------ the output
+
+
+def _outputs(
+    model: nn.Module, rows: Sequence[Layer], output: Output, order: Sequence[nn.Module] | None
+) -> set[nn.Module]:
+    """The modules that are the output: one or none, or all that a pattern says."""
+    if output is None:
+        return set()
+    if isinstance(output, nn.Module):
+        found = _last(output, rows)
+        if found is None:
+            raise ArgumentError("output", f"must be a layer of the model, got {type(output).__name__}")
+        return {found}
+    if output == "auto":
+        found = _decided(model, rows, order)
+        return set() if found is None else {found}
+    named = {row.module for row in rows if any(fnmatchcase(name, output) for name in row.names)}
+    container = dict(model.named_modules()).get(output)
+    if not named and container is not None:
+        found = _last(container, rows)
+        named = set() if found is None else {found}
+    if not named:
+        raise ArgumentError("output", f"must be the name or a pattern of {_list(rows)}, got {output!r}")
+    return named
+
+
+def _last(part: nn.Module, rows: Sequence[Layer]) -> nn.Module | None:
+    """The last layer within a part of a model."""
+    inside = set(part.modules())
+    found = [row.module for row in rows if row.module in inside]
+    return found[-1] if found else None
+
+
+def _decided(model: nn.Module, rows: Sequence[Layer], order: Sequence[nn.Module] | None) -> nn.Module | None:
+    """The output by the rule above."""
+    known = {row.module for row in rows}
+    inner: nn.Module | None = model
+    while inner is not None:  # a model that only wraps another one is read as that
+        model, inner = inner, _wrapped(inner, known)
+    if model in known:
+        return None
+    said: Any = getattr(model, "get_output_embeddings", None)
+    answer = said() if callable(said) else None
+    if answer in known:
+        return answer
+    events = _events(model, known, order)
+    for name, child in reversed(list(model.named_children())):
+        inside = set(child.modules()) if name.lower() in _WORDS else set()
+        ends = [module for module in events if module in inside]
+        if ends and ends[-1] in known and _may_classify(ends[-1]):
+            return ends[-1]
+    if callable(said) or not events or events[-1] not in known or not _may_classify(events[-1]):
+        return None
+    path = _path(model, events[-1])
+    named = not isinstance(model, nn.Sequential) and path[:1] != ["fc"]
+    return None if not path or (named and isinstance(events[-1], neurons.CONVOLUTIONS)) else events[-1]
+
+
+def _wrapped(model: nn.Module, known: set[nn.Module]) -> nn.Module | None:
+    """The one child that has all parameters of a model; ``None`` where there is none that is a model itself."""
+    children = [child for child in model.children() if any(True for _ in (*child.parameters(), *child.buffers()))]
+    if len(children) != 1 or children[0] in known or any(value is not None for value in model._parameters.values()):
+        return None
+    return None if isinstance(children[0], (nn.ModuleList, nn.ModuleDict)) else children[0]
+
+
+def _events(model: nn.Module, known: set[nn.Module], order: Sequence[nn.Module] | None) -> list[nn.Module]:
+    """The modules inside of a model that have parameters or normalise, in order of registration or of the calls."""
+    found: dict[nn.Module, None] = {}
+    for name, module in model.named_modules():
+        if "parametrizations" in name.split(".") or getattr(module, "is_rotation", False) or module is model:
+            continue
+        if module in known or normalises(module) or any(value is not None for value in module._parameters.values()):
+            found[module] = None
+    return list(found) if order is None else [module for module in order if module in found]
+
+
+def _may_classify(module: Any) -> bool:
+    """Whether a layer is a linear one, or a 1x1 convolution without groups."""
+    if isinstance(module, neurons.CONVOLUTIONS):
+        return set(module.kernel_size) == {1} and module.groups == 1
+    return neurons.is_linear(module) or getattr(module, "neurons", None) == "rows"
+
+
+def _path(model: nn.Module, module: nn.Module) -> list[str]:
+    """The names that lead from a model to a module through nothing but ``nn.Sequential``; none where others do."""
+    for name, child in model.named_children():
+        if child is module:
+            return [name]
+        if isinstance(child, nn.Sequential) and (rest := _path(child, module)):
+            return [name, *rest]
+    return []
+
+
+# -------------------------------------------------------------------------------------------------- choosing
+
+
+def select(
+    model: nn.Module,
+    *,
+    types: Types | None = None,
+    include: Choice | None = None,
+    exclude: Choice | None = None,
+    skip: str | Iterable[str] | None = (),
+    output: Output = "auto",
+    example: Any = None,
+    obstacle: Callable[[Layer], str] | None = None,
+    strict: bool = False,
+) -> tuple[Layer, ...]:
+    """The layers of a model, those that are chosen without a ``reason``, all others with it.
+
+    Args:
+        model: Any module, or a layer.
+        types: Classes of layers, or patterns of their names (``"conv*"``); by default all but embeddings and recurrent
+            layers.
+        include: Which layers: patterns of their names in the model (``"stages.*"``), or a function of name and layer.
+        exclude: Which not, in the same way.
+        skip: Places to leave alone: the ``"first"`` layer, the ``"output"``, 1x1 convolutions on a ``"shortcut"`` (with
+            shortcut, downsample, project or skip in their names). ``"last"`` is an older word for the output.
+        output: The output layer: its name, a pattern of names, the module, ``None``, or ``"auto"`` for the rule of
+            :mod:`hypersphere.selection`.
+        example: An input of the model, which is run through it to find the order of the layers, and those that are not
+            called (the model reads their weights itself), which are left out. Without it the order is that of
+            registration.
+        obstacle: Why a layer cannot be taken, whatever is asked for; empty where it can.
+        strict: Whether each pattern must be that of some layer.
+
+    Returns:
+        All layers, in order of registration.
+
+    Raises:
+        ArgumentError: For a bad argument.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
+        >>> [(layer.name, layer.reason) for layer in select(model, types="linear", skip="output")]
+        [('0', 'not in types'), ('2', ''), ('4', 'the output (skip="output")')]
+    """
+    places = ["output" if place == "last" else place for place in ([skip] if isinstance(skip, str) else skip or ())]
+    for place in places:
+        check_choice("skip", place, tuple(PLACES))
+    rows = _found(model)
+    order = None if example is None else calls(model, example)
+    outputs = _outputs(model, rows, output, order)
+    wanted = _kinds_wanted(types, rows)
+    included = None if include is None else _matcher("include", include, rows, strict)
+    excluded = None if exclude is None else _matcher("exclude", exclude, rows, strict)
+    obstacles = [row.reason or ("" if obstacle is None else obstacle(row)) for row in rows]
+    if order is not None:
+        obstacles = [
+            why or ("" if row.module in order else "the example does not call it")
+            for why, row in zip(obstacles, rows, strict=True)
+        ]
+    able = [row for row, why in zip(rows, obstacles, strict=True) if not why and not isinstance(row.module, _RARE)]
+    if order is not None:
+        able.sort(key=lambda row: order.index(row.module))
+
+    def skipped(row: Layer) -> str:
+        at = {"first": row in able[:1], "output": row.module in outputs, "shortcut": _on_shortcut(row)}
+        place = next((place for place in places if at[place] and row.module is not model), None)
+        return f'{PLACES[place]} (skip="{place}")' if place else ""
+
+    def why(row: Layer) -> str:
+        if not wanted(row):
+            return "not in types"
+        if included and not included(row):
+            return "not in include"
+        if excluded and excluded(row):
+            return "in exclude"
+        return skipped(row)
+
+    return tuple(
+        replace(row, role="output" if row.module in outputs else "hidden", reason=obstacle or why(row))
+        for row, obstacle in zip(rows, obstacles, strict=True)
+    )
+
+
+def _kinds_wanted(types: Types | None, rows: Sequence[Layer]) -> Callable[[Layer], bool]:
+    if types is None:
+        return lambda row: not isinstance(row.module, _RARE)
+    recurrent = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+    known = (*neurons.PLAIN, nn.MultiheadAttention, *neurons.EMBEDDINGS, *recurrent)
+    names = dict.fromkeys([*(kind.__name__ for kind in known), *(row.kind for row in rows if row.kind)])
+    classes: list[type[nn.Module]] = []
+    kinds: set[str] = set()
+    for kind in [types] if isinstance(types, (str, type)) else types:
+        if isinstance(kind, str):
+            pattern = kind.lower().replace("-", "").replace("_", "")
+            matched = {name for name in names if fnmatchcase(name.lower(), pattern)}
+        else:
+            matched = {k.__name__ for k in known if issubclass(k, kind) or issubclass(kind, k)}
+            matched |= {row.kind for row in rows if isinstance(row.module, kind) and row.kind}
+            classes.append(kind)
+        if not matched:
+            given = kind if isinstance(kind, str) else kind.__name__
+            raise ArgumentError("types", f"must be among {', '.join(names)}, got {given}")
+        # The linear layer of transformers is one, too.
+        kinds |= matched if isinstance(kind, str) else {"Linear"} & {kind.__name__}
+    return lambda row: row.kind in kinds or isinstance(row.module, tuple(classes))
+
+
+def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], strict: bool) -> Callable[[Layer], bool]:
+    if callable(choice):
+        return lambda row: any(choice(name, row.module) for name in row.names)
+    patterns = [choice] if isinstance(choice, str) else list(choice)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ArgumentError(argument, f"must be patterns of names or a function, got {patterns}")
+        if strict and not any(fnmatchcase(name, pattern) for row in rows for name in row.names):
+            raise ArgumentError(argument, f"must be the name or a pattern of {_list(rows)}, got {pattern!r}")
+    return lambda row: any(fnmatchcase(name, pattern) for name in row.names for pattern in patterns)
+
+
+def _on_shortcut(row: Layer) -> bool:
+    module: Any = row.module
+    if not isinstance(module, neurons.CONVOLUTIONS) or set(module.kernel_size) != {1}:
+        return False
+    # "project" must be a whole part: mobile networks have a project_conv on their main path.
+    return any("project" in name.split(".") or any(word in name.lower() for word in _SHORTCUT) for name in row.names)
+
+
+def _list(rows: Sequence[Layer]) -> str:
+    names = [row.name for row in rows if not row.reason]
+    return ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+
+
+def chosen(model: nn.Module, rows: Iterable[Layer], argument: str = "model") -> list[Layer]:
     """The chosen ones of all layers of a model, of which there must be some.
 
     Args:

@@ -91,13 +91,17 @@ class Schedule(Keys):
             yield "warmup", f"must not exceed train.steps = {steps}, got {self.warmup}"
 
 
+Place = Literal["first", "output", "last", "shortcut"]
+"""Where a layer is that is left alone; ``last`` is an older word for the output."""
+
+
 class LayerChoice(Part):
     """A part that goes into some of the model's layers."""
 
     types: tuple[str, ...] | None = Field(None, description="patterns of the classes of the layers")
     include: tuple[str, ...] | None = Field(None, description="patterns of the names of the layers")
     exclude: tuple[str, ...] | None = Field(None, description="patterns of the names of layers to leave alone")
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field((), description="places of layers to leave alone")
+    skip: tuple[Place, ...] = Field((), description="places of layers to leave alone")
 
     @pydantic.field_validator("types", "include", "exclude", "skip", mode="before")
     @classmethod
@@ -108,7 +112,9 @@ class LayerChoice(Part):
     def choice(self) -> dict[str, Any]:
         """Which layers: what is given of it, by argument."""
         keys = ("types", "include", "exclude", "skip")
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+        # The classifier is a head apart, so the model has no output unless it is one of the places to leave alone.
+        output = "auto" if {"output", "last"} & set(self.skip) else None
+        return {key: value for key in keys if (value := getattr(self, key)) is not None} | {"output": output}
 
 
 def options_model(entry: Entry[Any]) -> type[BaseModel]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from hypersphere.nn import convert, operators
 from hypersphere.nn.operators import RadiusOperator
-from hypersphere.recipe.part import LayerChoice
+from hypersphere.recipe.part import LayerChoice, Place
 from hypersphere.recipe.schema import Recipe
 from hypersphere.recipe.section import Section, sections
 from hypersphere.registry import Registry
@@ -24,9 +24,7 @@ class Convert(Section, LayerChoice):
     """
 
     registry: ClassVar[Registry[Any]] = operators
-    skip: tuple[Literal["first", "last", "shortcut"], ...] = Field(
-        ("shortcut",), description="places of layers to leave alone"
-    )
+    skip: tuple[Place, ...] = Field(("shortcut",), description="places of layers to leave alone")
 
     @classmethod
     def kept(cls, name: str) -> set[str]:

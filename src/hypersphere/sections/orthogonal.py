@@ -54,7 +54,7 @@ class Orthogonal(Section, LayerChoice):
         """Arguments of :func:`hypersphere.orthogonal.apply` beside the map."""
         others = {"name", "every", "lr", "weight_decay", "penalty", "penalty_squared"}
         keys = [key for key in type(self).model_fields if key not in others]
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return {key: value for key in keys if (value := getattr(self, key)) is not None} | self.choice
 
     def mistakes(self, recipe: Recipe) -> Iterator[tuple[Location, str]]:
         """Coordinates are drawn where some are turned at a time; means of orthogonal matrices are not orthogonal."""
