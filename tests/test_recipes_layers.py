@@ -179,6 +179,6 @@ def test_one_place_or_pattern_needs_no_list():
     plan = recipe.load("digits-dcnet", ["convert.skip=last", "convert.exclude=emb*"])
     assert plan.convert.skip == ("last",) and plan.convert.exclude == ("emb*",)
     with pytest.raises(
-        recipe.RecipeError, match=r"convert\.skip\.0 should be 'first', 'last' or 'shortcut', got 'lst'"
+        recipe.RecipeError, match=r"convert\.skip\.0 should be 'first', 'output', 'last' or 'shortcut', got 'lst'"
     ):
         recipe.load("digits-dcnet", ["convert.skip=lst"])
