@@ -820,9 +820,9 @@ def test_neither_a_weight_of_another_class_nor_a_shared_one():
     with pytest.raises(ArgumentError, match="parametrised"):
         adapt(model, targets="0")
     with pytest.raises(ArgumentError, match="lazy"):
-        adapt(nn.Sequential(nn.LazyLinear(8)), output=None)
+        adapt(nn.Sequential(nn.LazyLinear(8)))
     with pytest.raises(ArgumentError, match=r"targets must choose a layer(.|\n)*0 \(Linear\): the output"):
-        adapt(nn.Sequential(nn.Linear(8, 8)))
+        adapt(nn.Sequential(nn.Linear(8, 8)), output="0")
 
 
 @pytest.mark.parametrize(

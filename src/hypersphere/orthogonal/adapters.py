@@ -394,7 +394,8 @@ def adapt(
         name: Name of the adapter.
         targets: Which layers: whole names, last parts of names (``"q_proj"``, ``"self.query"``), patterns of whole
             names (``"encoder.*.dense"``), ``"all-linear"``, or a function of name and layer. By default
-            ``"all-linear"``: all linear layers but the output layer.
+            ``"all-linear"``: all linear layers but the output layer; that one where it is the only linear layer and
+            ``output`` does not name it.
         output: The output layer: its name, the module, ``None`` (for a feature extractor whose classifier is a head
             apart), or ``"auto"`` for the rule of :mod:`hypersphere.selection`.
         block_size: Size b of a block; by default 32, and 4 for butterflies. A layer whose neurons have a size that it
@@ -510,7 +511,7 @@ def _selected(model: nn.Module, targets: Targets | None, output: Output, input_c
         wanted = {""}
     else:
         patterns = ["all-linear"] if targets is None else [targets] if isinstance(targets, str) else list(targets)
-        wanted = {name for pattern in patterns for name in _hits(found, pattern)}
+        wanted = {name for pattern in patterns for name in _hits(found, pattern, explicit=output != "auto")}
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for name in wanted:
         obstacle = _obstacle(found[name].module, holders, input_centric)
@@ -529,10 +530,12 @@ def _selected(model: nn.Module, targets: Targets | None, output: Output, input_c
     return decided
 
 
-def _hits(found: Mapping[str, Layer], pattern: str) -> set[str]:
+def _hits(found: Mapping[str, Layer], pattern: str, *, explicit: bool) -> set[str]:
     """The layers that a name or a pattern means; a whole name means one, also if others end like that."""
     if pattern == "all-linear":
-        return {name for name, row in found.items() if is_linear(row.module) and row.role != "output"}
+        linear = {name: row for name, row in found.items() if is_linear(row.module)}
+        hidden = {name for name, row in linear.items() if row.role != "output"}
+        return hidden if hidden or explicit else set(linear)
     hits = {pattern} if pattern in found else {name for name in found if _matches(name, pattern)}
     if not hits:
         names = [*list(found)[:_SHOWN], *(["..."] if len(found) > _SHOWN else [])]
