@@ -41,10 +41,12 @@ from hypersphere.cli.attack import ATTACKED
 from hypersphere.cli.commands import app
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import CHECKS, METRICS, Outputs, explain, measure, robustness
+from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.recipe import RecipeError
-from hypersphere.report.attacks_figures import CHECK_TITLES, attack_pictures
 from hypersphere.runs import RunFolder
+from hypersphere.tasks.robustness import evaluation as robustness
+from hypersphere.tasks.robustness.evaluation import CHECKS, explain
+from hypersphere.tasks.robustness.figures import attack_pictures
 from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 
@@ -630,7 +632,7 @@ def test_the_published_setting():
         assert plan.model.name == "cnn9-dc-adv" and plan.model.options["norm"] == "identity"
         assert (plan.optimiser.name, plan.optimiser.lr, plan.data.batch_size) == ("adam", 1e-3, 128)
         assert plan.project.every == 0  # plain gradients
-        (attack,) = [part for part in plan.evaluate.metrics if not isinstance(part, str)]
+        (attack,) = [part for part in plan.evaluate.metrics if part.name == "attacks"]
         assert attack.options["eps"] == pytest.approx(8 / 255) and attack.options["steps"] == 20
     assert recipe.load("cifar10-robust-fgsm").adversary.options["eps"] == pytest.approx(8 / 255)
 
@@ -719,7 +721,7 @@ def test_an_honest_model_shows_no_sign_of_masking():
     # Against the attack itself, on the very bytes.
     pixels = outputs.images.float() / 255
     assert found["accuracy_fgsm"] == accuracy(model, FGSM(eps=0.1)(model, pixels, labels), labels)
-    assert set(METRICS) >= {"accuracy_fgsm", "accuracy_bim", "accuracy_pgd", "accuracy_strongest", "masking_signs"}
+    assert {evaluations.declared(name) for name in found} <= set(evaluations.metrics())
     kept = outputs.artefacts
     assert kept["attacks/curve_eps"].tolist() == pytest.approx([0, 0.05, 0.1, 0.2, 0.4])
     assert kept["attacks/curve_pgd"][[0, 2]].tolist() == [1, found["accuracy_pgd"]]
@@ -801,7 +803,7 @@ def test_words_of_the_checks():
     assert [bad for bad, _ in explain(dict.fromkeys(CHECKS, 0.5))] == [True] * len(CHECKS)
     assert all("50.0" in words and "{" not in words for _, words in explain(dict.fromkeys(CHECKS, 0.5)))
     assert explain({"accuracy": 1.0, "masking_steps": math.nan}) == []
-    assert set(CHECK_TITLES) == set(CHECKS)
+    assert len({check.title for check in CHECKS.values()}) == len(CHECKS)
 
 
 def test_what_cannot_be_attacked_is_told():

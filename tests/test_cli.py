@@ -22,7 +22,7 @@ from hypersphere.cli import commands, names, runs
 from hypersphere.cli.commands import app
 from hypersphere.cli.terminal import console
 from hypersphere.data.sources import sources
-from hypersphere.evaluate import METRICS
+from hypersphere.evaluate import evaluations
 from hypersphere.runs import RunFolder
 from hypersphere.train import DivergedError, Interrupted
 from test_results import ROW
@@ -177,7 +177,7 @@ def test_a_family_has_many_spellings(word, start):
 
 def test_every_registry_of_the_package_is_a_family():
     """Those that stand in the sources, found without importing anything."""
-    made = re.compile(r"Registry\[[^=\n]*\] = Registry\(\s*\"([^\"]+)\"")
+    made = re.compile(r"(?:Registry\[[^=\n]*\] = Registry|super\(\)\.__init__)\(\s*\"([^\"]+)\"")
     written = {name for file in (SOURCE / "hypersphere").rglob("*.py") for name in made.findall(file.read_text())}
     assert len(written) > 10
     assert written == {registry.family for registry in FAMILIES.values()}
@@ -264,7 +264,7 @@ def test_train_without_a_recipe_takes_overrides(tmp_path, monkeypatch, start):
 
 def test_resume_of_a_finished_run(run_folder, start):
     done = start("resume", run_folder, "--device", "cpu")
-    assert done.code == 0 and "is finished already" in done.out and METRICS["accuracy"].title in done.out
+    assert done.code == 0 and "is finished already" in done.out and evaluations.metric("accuracy").title in done.out
 
 
 def test_resume_goes_on(run_folder, start):
@@ -297,7 +297,7 @@ def test_evaluate_measures_the_checkpoint_again(run_folder, start):
     after = json.loads(file.read_text())
     assert after["step"] == before["step"] == 4 and (run_folder / "features.safetensors").exists()
     assert after["metrics"] == pytest.approx(before["metrics"])
-    assert f"{after['metrics']['accuracy']:.2%}" in done.out and METRICS["eer"].title in done.out
+    assert f"{after['metrics']['accuracy']:.2%}" in done.out and evaluations.metric("eer").title in done.out
 
 
 def test_evaluate_without_a_checkpoint(run_folder, start):
@@ -328,7 +328,9 @@ def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
     (run_folder / "evaluation.json").write_text(json.dumps(evaluation))
     runs.show_metrics([RunFolder(finished), RunFolder(run_folder)])
     lines = capsys.readouterr().out.splitlines()
-    assert METRICS["accuracy"].title in lines[0] and len(lines) == 3
+    assert evaluations.metric("accuracy").title in lines[0] and len(lines) == 4
+    loss = evaluation["metrics"]["cross_entropy"]
+    assert lines[3] == f"Test cross-entropy: {loss:.4f}, {loss:.4f}"
     assert lines[1].startswith("digits-softmax ")
     assert lines[2].startswith("other-name ") and "98.76%" in lines[2]
 
@@ -433,7 +435,7 @@ def test_many_metrics_are_shown_one_below_the_other(finished, monkeypatch, capsy
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and lines[0].split() == [run.facts()["name"]]
     shown = {line.rsplit(None, 1)[0].strip(): line.split()[-1] for line in lines[1:]}
-    assert shown == {METRICS[key].title: f"{value:.2%}" for key, value in many.items()}
+    assert shown == {evaluations.metric(key).title: f"{value:.2%}" for key, value in many.items()}
 
 
 def test_record(finished, tmp_path, start):
@@ -442,7 +444,7 @@ def test_record(finished, tmp_path, start):
     rows = results.read_rows(file.parent)
     assert done == (0, f"Wrote {len(rows)} rows to {file}\n", "")
     found = json.loads((finished / "evaluation.json").read_text())["metrics"]
-    assert [row.metric for row in rows] == [metric.title for key, metric in METRICS.items() if key in found]
+    assert [row.metric for row in rows] == [evaluations.metric(key).title for key in found if key != "cross_entropy"]
     accuracy = json.loads((finished / "evaluation.json").read_text())["metrics"]["accuracy"]
     assert rows[0].mean == pytest.approx(100 * accuracy) and rows[0].group == "Digits" and rows[0].seeds == (0,)
     assert all(row.note == "a caution" for row in rows)
@@ -453,7 +455,7 @@ def test_record_with_published_values(finished, tmp_path, start):
     values = ("--published", f"{name}=99.1", "--published", f"{name}.energy=0.5 (s=2)")
     assert start("record", finished, "-o", file, "--group", "Digits", *values).code == 0
     found = {row.metric: row.published for row in results.read_rows(file.parent)}
-    assert found.pop(METRICS["accuracy"].title) == "99.1" and found.pop(METRICS["energy"].title) == "0.5 (s=2)"
+    assert found.pop("Test accuracy") == "99.1" and found.pop("Classifier energy") == "0.5 (s=2)"
     assert found and set(found.values()) == {None}
     for wrong in (name, f"{name}=", "=1"):
         done = start("record", finished, "-o", file, "--group", "Digits", "--published", wrong)

@@ -15,12 +15,11 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import (
-    METRICS,
     MISSING,
     Outputs,
     evaluations,
     measure,
-    protocols,
+    shared,
     table,
 )
 from hypersphere.metrics import accuracy, class_centres, equal_error_rate, pair_scores
@@ -197,13 +196,13 @@ def test_verification_without_unseen_classes_is_nothing():
 
 
 def test_verification_takes_evenly_spaced_samples_of_many(monkeypatch):
-    monkeypatch.setattr(protocols, "MAX_PAIR_SAMPLES", 5)
+    monkeypatch.setattr(shared, "MAX_PAIR_SAMPLES", 5)
     features, labels = torch.randn(9, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 1])
     given = outputs(torch.randn(1, 3), [0], unseen_features=features, unseen_labels=labels)
     part = torch.tensor([0, 2, 4, 6, 8])
     expected = equal_error_rate(*pair_scores(features[part], labels[part]))
     assert evaluations.create("verification", given) == {"eer": expected}
-    monkeypatch.setattr(protocols, "MAX_PAIR_SAMPLES", 9)
+    monkeypatch.setattr(shared, "MAX_PAIR_SAMPLES", 9)
     assert evaluations.create("verification", given) == {"eer": equal_error_rate(*pair_scores(features, labels))}
 
 
@@ -261,9 +260,9 @@ def test_table_formats():
     assert column("energy", math.nan, math.inf) == [(MISSING, False)] * 2
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", ["accuracy", "mean_angle", "energy", "eer", "min_centre_angle"])
 def test_table_marks_the_best_of_each_column(name):
-    higher = METRICS[name].better == "higher"
+    higher = evaluations.metric(name).better == "higher"
     assert [best for _, best in column(name, 1, 2, 3)] == [not higher, False, higher]
 
 
@@ -276,12 +275,12 @@ def test_table_marks_what_looks_equally_good_and_nothing_alone():
 
 def test_table_has_a_column_for_every_metric_and_no_other():
     everywhere = ("accuracy", "mean_angle", "min_centre_angle", "eer", "energy")
-    found = table([{"accuracy": 0.5, "cross_entropy": 1.0}, dict.fromkeys(everywhere, 0.25)])
+    found = table([{"accuracy": 0.5}, dict.fromkeys(everywhere, 0.25)])
     assert [cell.text for cell in found[0]] == ["50.00%"] + [MISSING] * 4
     assert [cell.text for cell in found[1]] == ["25.00%", "0.2°", "0.2°", "25.00%", "0.2500"]
     assert table([]) == []
 
 
 def test_every_metric_is_explained():
-    for metric in METRICS.values():
+    for metric in evaluations.metrics():
         assert metric.title and len(metric.help) > 20

@@ -23,16 +23,6 @@ from torch import nn
 
 from hypersphere import recipe
 from hypersphere.data import DataError, Dataset, TensorSplit, inventory, load
-from hypersphere.data.align import align, similarity_transform, template, warp
-from hypersphere.data.faces import (
-    AlignedSplit,
-    find_images,
-    lfw_pairs,
-    parse_pairs,
-    read_landmarks,
-    read_pairs,
-    write_landmarks,
-)
 from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs, measure
@@ -41,6 +31,16 @@ from hypersphere.nn import DecoupledConv2d, DecoupledLinear
 from hypersphere.nn import create as layer
 from hypersphere.runs import RunFolder
 from hypersphere.runs import load as load_system
+from hypersphere.tasks.faces.align import align, similarity_transform, template, warp
+from hypersphere.tasks.faces.data import (
+    AlignedSplit,
+    find_images,
+    lfw_pairs,
+    parse_pairs,
+    read_landmarks,
+    read_pairs,
+    write_landmarks,
+)
 from hypersphere.train import Trainer
 
 TOOLS = Path(__file__).parents[1] / "tools"

@@ -25,16 +25,16 @@ from sklearn.metrics import roc_auc_score
 from hypersphere import cli, losses, recipe
 from hypersphere.cli import faces as faces_cli
 from hypersphere.cli.commands import app
-from hypersphere.data.align import template
-from hypersphere.data.faces import write_landmarks
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import evaluations, named_protocols
+from hypersphere.evaluate import evaluations, protocols
 from hypersphere.metrics import Calibration, ijb, lfw10, megaface, ytf10
 from hypersphere.models import create
 from hypersphere.runs import RunError, RunFolder
-from hypersphere.runs.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.runs.gallery import Gallery
+from hypersphere.tasks.faces.align import template
+from hypersphere.tasks.faces.data import write_landmarks
+from hypersphere.tasks.faces.embed import Embedder, Photo, all_pairs, parse_size, photos
 from hypersphere.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -724,14 +724,14 @@ def test_the_guide_runs(own_folder, capsys):
 
 
 def test_protocols_have_names():
-    assert list(named_protocols) == ["ijb", "lfw10", "megaface", "ytf10"]
+    assert list(protocols) == ["ijb", "lfw10", "megaface", "ytf10"]
     functions = {"lfw10": lfw10, "lfw": lfw10, "ytf": ytf10, "megaface": megaface, "IJB-C": ijb}
-    assert all(named_protocols[name].factory is function for name, function in functions.items())
-    for name in named_protocols:  # what a benchmark gives is no option
-        options = {option.name for option in named_protocols[name].options}
+    assert all(protocols[name].factory is function for name, function in functions.items())
+    for name in protocols:  # what a benchmark gives is no option
+        options = {option.name for option in protocols[name].options}
         assert options and not options & {"left", "frames", "probes", "features", "same", "distractors", "gallery"}
-        assert all(option.help for option in named_protocols[name].options)
-    assert not set(named_protocols) & set(evaluations)
+        assert all(option.help for option in protocols[name].options)
+    assert not set(protocols) & set(evaluations)
 
 
 @pytest.mark.parametrize("unit", [False, True])
@@ -754,7 +754,7 @@ def test_ijb_against_loops(unit):
     same = np.array([subject[i] == subject[j] for i, j in pairs])
     gallery = [int(np.flatnonzero(subject == s)[0]) for s in np.unique(subject)[:-2]]
     probes = [t for t in range(30) if t not in gallery]
-    found = named_protocols.create(
+    found = protocols.create(
         "ijb", torch.from_numpy(features), templates, media, subject[templates], pairs=pairs, gallery=gallery,
         probes=probes, fars=(0.1,), fpirs=(0.25,), ranks=(1, 2), samples=20, unit=unit,
     )  # fmt: skip

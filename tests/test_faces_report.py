@@ -17,9 +17,9 @@ from scipy.stats import norm
 from selenium.webdriver.common.by import By
 from sklearn.metrics import roc_curve
 
-from hypersphere.data.faces import Pairs
 from hypersphere.metrics import calibrate, lfw10, verification_summary
-from hypersphere.report.faces import VerificationPage, det_figure, hardest, roc_figure, write_verification
+from hypersphere.tasks.faces.data import Pairs
+from hypersphere.tasks.faces.figures import VerificationPage, det_figure, hardest, roc_figure, write_verification
 from test_report_browser import browser, load  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:a FAR of")

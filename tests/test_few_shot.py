@@ -24,7 +24,7 @@ from hypersphere import losses, recipe
 from hypersphere.data import DataError, FolderSplit, TensorSplit, inventory, load
 from hypersphere.data.sources import sources
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import METRICS, Outputs, measure
+from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.metrics import EpisodeClassifiers, classify, mean_and_interval, sample_episodes
 from hypersphere.metrics import episodes as module
 from hypersphere.report.sections import sections
@@ -747,8 +747,11 @@ def test_free_norms_of_class_weights_make_up_for_a_small_scale():
         losses.create("s-softmax", 64, 64, s=2)
 
 
-def test_the_shown_metrics_are_those_of_the_recipes():
-    assert {"few_shot_1", "few_shot_5"} < set(METRICS)
+def test_accuracies_are_named_by_their_shots():
+    names = ("few_shot_5", "few_shot_5_interval", "few_shot_nearest_1", "few_shot_nearest_1_interval")
+    titles = [evaluations.metric(name).title for name in names]
+    assert titles[:2] == ["5-shot accuracy", "5-shot accuracy, interval"]
+    assert titles[2:] == ["1-shot accuracy, nearest mean", "1-shot accuracy, nearest mean, interval"]
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ import hypersphere as hs
 from hypersphere import orthogonal
 from hypersphere.data import DataError, inventory, load
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import evaluations, measure
-from hypersphere.evaluate.protocols import Outputs
+from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.losses import create as create_loss
 from hypersphere.models import create
 from hypersphere.recipe import load as load_recipe

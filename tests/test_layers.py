@@ -68,6 +68,7 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("plot.operators", "report"),
     ("plot.runs", "report"),
     ("plot.style", "report"),
+    ("tasks.robustness.evaluation", "train"),
     ("train.trainer", "losses"),
 }
 

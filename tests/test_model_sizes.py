@@ -18,7 +18,7 @@ from hypersphere import recipe
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
 from hypersphere.models import PlainCNN, create, models
-from hypersphere.models.networks import _ResidualUnit
+from hypersphere.models.networks import ResidualUnit
 
 MNIST, CIFAR, IMAGENET, FACES = (1, 28, 28), (3, 32, 32), (3, 224, 224), (3, 112, 96)
 
@@ -319,7 +319,7 @@ def test_activation_of_the_stem(name, activates):
 @pytest.mark.parametrize("changes", [False, True])
 def test_residual_units_in_plain_words(kind, changes):
     inputs, stride = (3, 2) if changes and kind != "sphereface" else (8, 1)
-    unit = _ResidualUnit(inputs, 8, stride, "projection", "conv2d", "batchnorm2d", "prelu", kind=kind, slope=0.1)
+    unit = ResidualUnit(inputs, 8, stride, "projection", "conv2d", "batchnorm2d", "prelu", kind=kind, slope=0.1)
     for norm in [layer for layer in unit.modules() if isinstance(layer, nn.BatchNorm2d)]:
         nn.init.uniform_(norm.weight, 0.5, 2)
         nn.init.normal_(norm.bias)
@@ -464,7 +464,7 @@ def test_shortcuts_are_ordinary_unless_asked(name):
     for decoupled in (False, True):
         model = meta(name, conv=MyConv, shortcut_decoupled=decoupled)
         shortcuts = {n for n, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and "project" in n}
-        assert len(shortcuts) == sum(isinstance(u, _ResidualUnit) and u.project is not None for u in model.modules())
+        assert len(shortcuts) == sum(isinstance(u, ResidualUnit) and u.project is not None for u in model.modules())
         assert shortcuts
         for title, layer in model.named_modules():
             if isinstance(layer, nn.Conv2d):
@@ -493,7 +493,7 @@ def test_all_kernels_start_as_he_et_al(name, options):
 def test_modified_resnet_starts_as_sphereface():
     torch.manual_seed(0)
     model = create("resnet18_modified", (3, 64, 64), widths=(16, 32, 32, 48))
-    inside = {m for unit in model.modules() if isinstance(unit, _ResidualUnit) for m in unit.modules()}
+    inside = {m for unit in model.modules() if isinstance(unit, ResidualUnit) for m in unit.modules()}
     for layer in layers(model):
         weight = layer.weight.detach()
         if layer in inside:

@@ -11,7 +11,7 @@ from torch import nn
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
 from hypersphere.models import CifarResNet, DigitsCNN, PlainCNN, ResNet, create, models
-from hypersphere.models.networks import _ResidualUnit
+from hypersphere.models.networks import ResidualUnit
 from hypersphere.registry import UnknownNameError
 
 SMALL = {
@@ -228,7 +228,7 @@ def test_smallest_images_and_shrinking_widths_with_projection_work():
 
 @pytest.mark.parametrize(("inputs", "outputs", "stride"), [(3, 3, 1), (3, 5, 1), (3, 3, 2), (3, 7, 2)])
 def test_pad_shortcut_is_every_other_pixel_and_zero_channels(inputs, outputs, stride):
-    unit = _ResidualUnit(inputs, outputs, stride, "pad", nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
+    unit = ResidualUnit(inputs, outputs, stride, "pad", nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
     x = torch.randn(2, inputs, 7, 6)
     expected = torch.zeros(2, outputs, -(-7 // stride), -(-6 // stride))
     for i in range(expected.shape[2]):
@@ -240,7 +240,7 @@ def test_pad_shortcut_is_every_other_pixel_and_zero_channels(inputs, outputs, st
 
 @pytest.mark.parametrize("shortcut", ["pad", "projection"])
 def test_residual_unit_is_branch_plus_shortcut(shortcut):
-    unit = _ResidualUnit(3, 5, 2, shortcut, nn.Conv2d, nn.BatchNorm2d, nn.ReLU).eval()
+    unit = ResidualUnit(3, 5, 2, shortcut, nn.Conv2d, nn.BatchNorm2d, nn.ReLU).eval()
     x = torch.randn(2, 3, 8, 8)
     y = torch.relu(unit.norm1(nn.functional.conv2d(x, unit.conv1.weight, stride=2, padding=1)))
     y = unit.norm2(nn.functional.conv2d(y, unit.conv2.weight, padding=1))
@@ -254,7 +254,7 @@ def test_residual_unit_is_branch_plus_shortcut(shortcut):
 
 def test_a_projection_stands_only_where_the_shape_changes():
     model = CifarResNet((3, 16, 16), depth=20, widths=(4, 8, 16), shortcut="projection")
-    units = [unit for unit in model.features if isinstance(unit, _ResidualUnit)]
+    units = [unit for unit in model.features if isinstance(unit, ResidualUnit)]
     assert [unit.project is not None for unit in units] == [False] * 3 + [True, False, False] * 2
     assert [unit.stride for unit in units] == [1] * 3 + [2, 1, 1] * 2
 

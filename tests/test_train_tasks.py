@@ -13,8 +13,7 @@ from hypersphere import recipe, report
 from hypersphere.data import Dataset, TensorSplit, datasets
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import evaluations
-from hypersphere.evaluate.protocols import Outputs, measure
+from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.models import models
 from hypersphere.nn import convert, operators
 from hypersphere.recipe import Augment, Optimiser, RecipeError, Rule

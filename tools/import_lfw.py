@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image, JpegImagePlugin
 
-from hypersphere.data.faces import read_pairs, write_landmarks
+from hypersphere.tasks.faces.data import read_pairs, write_landmarks
 
 HEIGHT, WIDTH, SIDE = 144, 128, 8
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hypersphere.errors import HypersphereError, check_choice
-from hypersphere.evaluate import METRICS
+from hypersphere.evaluate import columns
 from hypersphere.metrics import mean_and_interval
 from hypersphere.recipe import Recipe
 from hypersphere.runs import RunFolder
@@ -89,6 +89,7 @@ def rows_from_runs(
     note: str | None = None,
     matrix: str | None = None,
     published: Mapping[str, str] | None = None,
+    details: Sequence[str] = (),
 ) -> list[ResultRow]:
     """The final metrics of finished runs, averaged over the seeds of each recipe.
 
@@ -98,6 +99,7 @@ def rows_from_runs(
         note: What a reader should know.
         matrix: A metric to make a matrix of: a run called ``tanh-cosine`` is in the row ``tanh``, column ``cosine``.
         published: Name of a run, or ``NAME.METRIC``, -> the published value of its first metric, or of that one.
+        details: Metrics that are details elsewhere and are wanted here, too.
 
     Returns:
         A row for each recipe and metric.
@@ -105,8 +107,6 @@ def rows_from_runs(
     Raises:
         RowError: A run is not finished, or a published value is of no run or metric here.
     """
-    if matrix is not None:
-        check_choice("matrix", matrix, tuple(METRICS))
     published, placed = published or {}, set[str]()
     by_recipe: dict[str, list[tuple[Recipe, RunFolder]]] = {}
     for run in runs:
@@ -114,25 +114,32 @@ def rows_from_runs(
             raise RowError(f"{run.path} is not finished: `hypersphere resume {run.path}` goes on with it")
         recipe = run.recipe()
         by_recipe.setdefault(recipe.hash_without_seed, []).append((recipe, run))
+    measured = {run: run.evaluation()["metrics"] for members in by_recipe.values() for _, run in members}
+    every = columns(list(measured.values())), columns(list(measured.values()), detail=True)
+    known_metrics = every[0] | every[1]
+    for name, chosen in (("matrix", [matrix] if matrix is not None else []), ("details", details)):
+        for key in chosen:
+            check_choice(name, key, tuple(known_metrics))
+    wanted = [matrix] if matrix is not None else [*every[0], *details]
     rows = []
     for recipe_hash, members in by_recipe.items():
         recipe, first = members[0]
         facts = first.facts()
-        values = [run.evaluation()["metrics"] for _, run in members]
-        shown = [key for key in METRICS if all(key in metrics for metrics in values) and matrix in (None, key)]
+        values = [measured[run] for _, run in members]
+        shown = [key for key in wanted if all(key in metrics for metrics in values)]
         for key in shown:
+            metric = known_metrics[key]
             names = [f"{recipe.name}.{key}", *([recipe.name] if key == shown[0] else [])]
             known = next((name for name in names if name in published), "")
             placed.add(known)
-            percent = METRICS[key].form.endswith("%}")
-            mean, interval = mean_and_interval([metrics[key] * (100 if percent else 1) for metrics in values])
+            mean, interval = mean_and_interval([metrics[key] * metric.scale for metrics in values])
             rows.append(
                 ResultRow(
                     kind="result",
                     group=group,
                     what=recipe.name if matrix is None else recipe.name.partition("-")[0],
-                    metric=(matrix and recipe.name.partition("-")[2]) or METRICS[key].title,
-                    unit="%" if percent else "°" if METRICS[key].form.endswith("°") else "",
+                    metric=(matrix and recipe.name.partition("-")[2]) or metric.title,
+                    unit=metric.unit,
                     mean=mean,
                     interval=interval if math.isfinite(interval) else None,
                     seeds=tuple(sorted(member.seed for member, _ in members)),

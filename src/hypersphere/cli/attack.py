@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from hypersphere import evaluate, recipe
+from hypersphere import recipe
 from hypersphere.cli.options import Device, Run, RunDataRoot
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
@@ -21,6 +21,7 @@ from hypersphere.runs import RunFolder, artefacts, load_with_data
 from hypersphere.runs.artefacts import ARTEFACT
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.read import EVALUATION, FEATURES
+from hypersphere.tasks.robustness.evaluation import explain
 
 ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
 """Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""
@@ -100,7 +101,7 @@ def _show(title: str, metrics: dict[str, float]) -> None:
     for norm in ("l2", "linf"):
         if (size := metrics.get(f"deepfool_{norm}")) is not None:
             console.print(f"median of the smallest changes that fool, {norm}: {size:.4g}", highlight=False)
-    said = evaluate.explain(metrics)
+    said = explain(metrics)
     for bad, words in said:
         mark = "[bold yellow]sign of masking:[/] " if bad else "[green]fine:[/] "
         console.print(mark + escape(words), highlight=False, soft_wrap=True)

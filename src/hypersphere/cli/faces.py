@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hypersphere.cli.options import Device
 from hypersphere.cli.terminal import console, errors
-from hypersphere.data.faces import Pairs, find_images, read_landmarks, read_pairs
 from hypersphere.data.splits import DataError
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.metrics import (
@@ -39,9 +38,10 @@ from hypersphere.metrics import (
 )
 from hypersphere.metrics import identify as identify_features
 from hypersphere.metrics.neighbours import KINDS, Kind
-from hypersphere.report.faces import VerificationPage, write_verification
 from hypersphere.runs import RunFolder, atomic_write, pick_device
-from hypersphere.runs.embed import (
+from hypersphere.runs.gallery import Gallery
+from hypersphere.tasks.faces.data import Pairs, find_images, read_landmarks, read_pairs
+from hypersphere.tasks.faces.embed import (
     FLIP_WORDS,
     FLIPS,
     Embedded,
@@ -53,7 +53,7 @@ from hypersphere.runs.embed import (
     parse_size,
     photos,
 )
-from hypersphere.runs.gallery import Gallery
+from hypersphere.tasks.faces.figures import VerificationPage, write_verification
 
 gallery_app = typer.Typer(
     help="Keep a file of people: add and remove them, and ask who is on an image.",
@@ -385,19 +385,15 @@ def _numbers(argument: str, text: str) -> list[float]:
     return found
 
 
-TITLES = {"accuracy": "accuracy", "eer": "equal-error rate", "auc": "area under the ROC"}
-
-
 def _show_verification(
     embedder: Embedder, results: dict[str, Verification], calibration: Calibration, how: str
 ) -> None:
     _print(f"{embedder.name}: {how}")
     _print()
     grid = _table("", f"{calibration.level:.0%} interval")
-    for key, found in results.items():
+    for found in results.values():
         error = "" if math.isnan(found.standard_error) else f" ± {found.standard_error:.2%}"
-        title = TITLES.get(key, key.replace("tar@far=", "TAR at FAR "))
-        grid.add_row(title, f"{found.value:.2%}{error}", f"[{found.interval[0]:.2%}, {found.interval[1]:.2%}]")
+        grid.add_row(found.title, f"{found.value:.2%}{error}", f"[{found.interval[0]:.2%}, {found.interval[1]:.2%}]")
     console.print(grid, markup=False)
     if "accuracy" in results:
         _print(f"accuracy: {results['accuracy'].words}")

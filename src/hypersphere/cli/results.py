@@ -22,6 +22,9 @@ def record(
     matrix: Annotated[
         str | None, typer.Option(metavar="METRIC", help="one metric of runs called ROW-COLUMN, as a matrix")
     ] = None,
+    detail: Annotated[
+        list[str] | None, typer.Option(metavar="METRIC", help="a metric that is a detail elsewhere, to record as well")
+    ] = None,
     published: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[.METRIC]=VALUE", help="published value of a run's first metric, or of that one"),
@@ -32,7 +35,7 @@ def record(
         if not all(pair.rpartition("=")):
             raise ArgumentError("published", f"must be NAME=VALUE or NAME.METRIC=VALUE, got {pair!r}")
     values = dict(pair.split("=", 1) for pair in published or ())
-    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix, values)
+    rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix, values, detail or ())
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
 

@@ -38,7 +38,7 @@ def report_runs(
 def show_metrics(runs: list[RunFolder]) -> None:
     """Print the metrics of runs side by side, the best ones in bold."""
     found = [run.evaluation()["metrics"] for run in runs]
-    titles = [metric.title for metric in evaluate.columns(found).values()]
+    titles = [escape(metric.title) for metric in evaluate.columns(found).values()]
     names = [escape(run.facts()["name"]) for run in runs]
     cells = [
         [f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in row] for row in evaluate.table(found)
@@ -53,6 +53,8 @@ def show_metrics(runs: list[RunFolder]) -> None:
     for name, row in zip(names, cells, strict=True):
         grid.add_row(name, *row)
     console.print(grid)
+    for title, texts in evaluate.details(found):
+        console.print(f"{title}: {', '.join(texts)}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_report(runs: list[RunFolder], output: Path) -> None:

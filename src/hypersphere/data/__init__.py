@@ -7,7 +7,7 @@ Example:
     (8, ('8', '9'))
 """
 
-from hypersphere.data import cifar, digits, faces, folder, idx  # noqa: F401  (each registers its data sets)
+from hypersphere.data import cifar, digits, folder, idx  # noqa: F401  (each registers its data sets)
 from hypersphere.data.sources import Status, data_roots, datasets, inventory, load
 from hypersphere.data.splits import DataError, Dataset, FolderSplit, Split, TensorSplit
 

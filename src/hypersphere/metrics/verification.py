@@ -299,6 +299,7 @@ class Verification:
         thresholds: The threshold, or that of each fold; empty for numbers over all thresholds.
         folds: The number on each fold; empty where there are no folds.
         standard_error: Of the mean over folds; ``nan`` where there are no folds.
+        target_far: The FAR at which a TAR is; ``None`` for the others.
     """
 
     name: str
@@ -311,6 +312,13 @@ class Verification:
     thresholds: tuple[float, ...] = ()
     folds: tuple[float, ...] = ()
     standard_error: float = math.nan
+    target_far: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What the number is called in tables."""
+        titles = {"accuracy": "Accuracy", "auc": "Area under the ROC curve", "eer": "Equal-error rate"}
+        return f"TAR at FAR {self.target_far:g}" if self.target_far is not None else titles[self.name]
 
     def __str__(self) -> str:
         error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.2%}"
@@ -487,7 +495,7 @@ def verification_summary(
             drawn[f"tar@far={point.target_far:g}"].append(_draw_tar(draws, point.target_far))
     words = {"auc": "area under the ROC curve", "eer": "equal-error rate"}
     words |= {f"tar@far={point.target_far:g}": f"TAR at a FAR of at most {point.target_far:g}" for point in points}
-    thresholds = {f"tar@far={point.target_far:g}": (point.threshold,) for point in points}
+    by_key = {f"tar@far={point.target_far:g}": point for point in points}
     how = _drawn_from(identities, samples)
     return {
         key: Verification(
@@ -498,7 +506,8 @@ def verification_summary(
             impostors,
             f"{words[key]}, {how}",
             level,
-            thresholds.get(key, ()),
+            (by_key[key].threshold,) if key in by_key else (),
+            target_far=by_key[key].target_far if key in by_key else None,
         )
         for key, value in values.items()
     }

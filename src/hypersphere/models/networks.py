@@ -61,13 +61,18 @@ _INITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _activation(act: Layer, channels: int, slope: float | None) -> nn.Module:
-    """The activation; a PReLU with a given slope has one slope for each channel."""
+def activation(act: Layer, channels: int, slope: float | None) -> nn.Module:
+    """The activation layer; a PReLU with a given slope has one slope for each channel.
+
+    Example:
+        >>> activation("prelu", 8, 0.25).weight.shape
+        torch.Size([8])
+    """
     made = factory(act)
     return nn.PReLU(channels, init=slope) if made is nn.PReLU and slope is not None else made()
 
 
-def _conv_block(
+def conv_block(
     inputs: int,
     outputs: int,
     conv: Layer,
@@ -78,11 +83,26 @@ def _conv_block(
     stride: int = 1,
     slope: float | None = None,
 ) -> list[nn.Module]:
-    """Convolution that keeps the size but for its stride, normalisation, activation."""
+    """Convolution that keeps the size but for its stride, normalisation, activation.
+
+    Args:
+        inputs: Channels that come in.
+        outputs: Channels that go out.
+        conv: Convolution.
+        norm: Normalisation.
+        act: Activation.
+        kernel: Side of the kernel.
+        stride: Step of the kernel.
+        slope: Of a PReLU at the start, one for each channel; ``None`` is the layer's own.
+
+    Example:
+        >>> nn.Sequential(*conv_block(3, 8, "conv2d", "batchnorm2d", "relu", stride=2))(torch.rand(2, 3, 6, 6)).shape
+        torch.Size([2, 8, 3, 3])
+    """
     return [
         factory(conv)(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False),
         factory(norm)(outputs),
-        _activation(act, outputs, slope),
+        activation(act, outputs, slope),
     ]
 
 
@@ -92,7 +112,7 @@ def _stem(
     kernel, stride, pool = _STEMS[stem]
     if not kernel:
         return []
-    block = _conv_block(inputs, outputs, conv, norm, act, kernel=kernel, stride=stride, slope=slope)
+    block = conv_block(inputs, outputs, conv, norm, act, kernel=kernel, stride=stride, slope=slope)
     return [*block, nn.MaxPool2d(**_POOLS["3x3"])] if pool else block
 
 
@@ -102,17 +122,23 @@ def _stem_factor(stem: str) -> int:
     return 2 * stride if pool else stride
 
 
-class _OnMaps(nn.Sequential):
-    """Layers for maps ``(B, C, H, W)``, applied to features ``(B, C)``."""
+class OnMaps(nn.Sequential):
+    """Layers for maps ``(B, C, H, W)``, applied to features ``(B, C)``.
+
+    Example:
+        >>> OnMaps(nn.BatchNorm2d(3))(torch.rand(2, 3)).shape
+        torch.Size([2, 3])
+    """
 
     def forward(self, features: Tensor) -> Tensor:
+        """Features ``(B, C)`` as maps of one pixel through the layers."""
         return super().forward(features[:, :, None, None]).flatten(1)
 
 
 def _initialise(model: nn.Module, init: str) -> None:
     """Set the first weights as :class:`PlainCNN` says."""
     check_choice("init", init, tuple(_INITS))
-    inside = {layer for unit in model.modules() if isinstance(unit, _ResidualUnit) for layer in unit.modules()}
+    inside = {layer for unit in model.modules() if isinstance(unit, ResidualUnit) for layer in unit.modules()}
     for module in model.modules():
         if not isinstance(module, nn.Conv2d if init == "conv" else (nn.Conv2d, nn.Linear)):
             continue
@@ -255,7 +281,7 @@ class PlainCNN(nn.Module):
         layers = _stem(stem, shape[0], channels, conv, norm, act, slope)
         for unit, filters in enumerate(widths):
             for _ in range(convs_per_unit):
-                layers += _conv_block(channels, filters, conv, norm, act, kernel=kernel, slope=slope)
+                layers += conv_block(channels, filters, conv, norm, act, kernel=kernel, slope=slope)
                 channels = filters
             if unit < pools:
                 layers.append(nn.MaxPool2d(**_POOLS[pool]))
@@ -269,15 +295,15 @@ class PlainCNN(nn.Module):
         layers = []
         for outputs in hidden:
             layers.append(fully_connected(inputs, outputs, bias=fc_bias))
-            layers += [_OnMaps(factory(norm)(outputs)), _activation(act, outputs, slope)]
+            layers += [OnMaps(factory(norm)(outputs)), activation(act, outputs, slope)]
             inputs = outputs
         self.hidden = nn.Sequential(*layers)
         self.dim = inputs if dim is None else dim
         check_range("dim", self.dim, 1)
         self.embed = nn.Identity() if dim is None else fully_connected(inputs, dim, bias=fc_bias)
         self.after = nn.Sequential(
-            _OnMaps(factory(norm)(self.dim)) if fc_bn else nn.Identity(),
-            _activation(act, self.dim, slope) if fc_act else nn.Identity(),
+            OnMaps(factory(norm)(self.dim)) if fc_bn else nn.Identity(),
+            activation(act, self.dim, slope) if fc_act else nn.Identity(),
         )
         _initialise(self, init)
         set_batch_norm(self, bn_eps, bn_momentum)
@@ -332,8 +358,13 @@ class DigitsCNN(PlainCNN):
         )
 
 
-class _ResidualUnit(nn.Module):
-    """Convolutions and a shortcut around them; :class:`ResNet` says what the kinds are."""
+class ResidualUnit(nn.Module):
+    """Residual unit: convolutions and a shortcut around them; :class:`ResNet` says what the kinds are.
+
+    Example:
+        >>> ResidualUnit(3, 8, 2, "pad", "conv2d", "batchnorm2d", "relu")(torch.rand(2, 3, 6, 6)).shape
+        torch.Size([2, 8, 3, 3])
+    """
 
     conv1: nn.Module
     norm1: nn.Module
@@ -369,7 +400,7 @@ class _ResidualUnit(nn.Module):
             self.add_module(f"conv{number}", layer)
             self.add_module(f"norm{number}", factory(norm)(channels))
             last = kind == "sphereface" and number == self.convs
-            self.add_module(f"act{number}", nn.Identity() if last else _activation(act, channels, slope))
+            self.add_module(f"act{number}", nn.Identity() if last else activation(act, channels, slope))
         self.stride, self.extra = stride, outputs - inputs
         self.project: nn.Module | None = None
         if shortcut == "projection" and (stride != 1 or inputs != outputs):
@@ -386,6 +417,7 @@ class _ResidualUnit(nn.Module):
         return F.pad(x, (0, 0, 0, 0, 0, self.extra)) if self.extra else x
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(B, outputs, H / stride, W / stride)`` of maps ``(B, inputs, H, W)``."""
         if self.before:
             y = self.act1(self.norm1(x))
             shortcut = self._shortcut(x if self.project is None else y)
@@ -490,16 +522,16 @@ class ResNet(nn.Module):
         for filters, count, stride in zip(widths, units, strides, strict=True):
             step = stride
             if unit == "sphereface" and (step != 1 or channels != filters):
-                layers += _conv_block(channels, filters, conv, norm, act, stride=step, slope=slope)
+                layers += conv_block(channels, filters, conv, norm, act, stride=step, slope=slope)
                 channels, step = filters, 1
             for _ in range(count):
                 outputs = 4 * filters if unit == "bottleneck" else filters
                 ordinary = None if shortcut_decoupled else "conv2d"
                 options: dict[str, Any] = {"kind": unit, "slope": slope, "shortcut_conv": ordinary}
-                layers.append(_ResidualUnit(channels, outputs, step, shortcut, conv, norm, act, **options))
+                layers.append(ResidualUnit(channels, outputs, step, shortcut, conv, norm, act, **options))
                 channels, step = outputs, 1
         if before:
-            layers += [factory(norm)(channels), _activation(act, channels, slope)]
+            layers += [factory(norm)(channels), activation(act, channels, slope)]
         self.features = nn.Sequential(*layers)
         self.embed = nn.Identity() if dim is None else factory(linear)(channels, dim)
         self.dim = channels if dim is None else dim

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hypersphere.evaluate import evaluations
 from hypersphere.report import geometry
 from hypersphere.report.geometry import Floats
 from hypersphere.runs.read import Energies, Features, Run
@@ -35,7 +36,7 @@ NORMS = ("grad_norm/", "weight_norm/")
 SCHEDULED = {"lr", "lambda", "m", "m1", "m2", "m3"}
 WEIGHT = "weight/"
 NOT_TERMS = {"step", "split", "total", *SCHEDULED}
-CURVE_TITLES = {
+TRAIN_TITLES = {
     "total": "Total loss",
     "lr": "Learning rate",
     "lambda": "Annealing λ",
@@ -43,18 +44,8 @@ CURVE_TITLES = {
     "m1": "Margin m1",
     "m2": "Margin m2",
     "m3": "Margin m3",
-    "accuracy": "Test accuracy (%)",
-    "validation_accuracy": "Validation accuracy (%)",
-    "validation_loss": "Cross-entropy of validation nodes",
-    "class_accuracy": "Mean test accuracy of the classes (%)",
-    "rare_accuracy": "Test accuracy of the rare classes (%)",
-    "accuracy_recalibrated": "Test accuracy, statistics estimated anew (%)",
-    "mean_angle": "Mean test angle to own centre (°)",
-    "min_centre_angle": "Smallest angle between class centres (°)",
-    "eer": "Verification EER on unseen classes (%)",
-    "energy": "Classifier energy",
 }
-PERCENT = {"accuracy", "validation_accuracy", "class_accuracy", "accuracy_recalibrated", "eer", "rare_accuracy"}
+"""What a step records; the titles of metrics are declared by their evaluations."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +139,13 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     several = [[row for row in rows if len(rows) > 1] for rows in test]
     tests = [key for key in _keys(several) if key not in ("step", "split")]
     return (
-        [_curve(key, f"Loss term: {key}", train, names, log=True) for key in losses]
-        + [_curve(key, f"Test: {key}", test, names, log=False) for key in tests]
+        [_curve(key, TRAIN_TITLES.get(key, f"Loss term: {key}"), train, names, log=True) for key in losses]
+        + [_metric_curve(key, test, names) for key in tests]
         + [
             _curve(
                 key,
-                key.replace("grad_norm/", "Gradient norm: ")
+                TRAIN_TITLES.get(key, key)
+                .replace("grad_norm/", "Gradient norm: ")
                 .replace("weight_norm/", "Weight norm: ")
                 .replace(WEIGHT, "Weight of "),
                 train,
@@ -429,11 +421,21 @@ def _keys(rows_of_runs: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     return list(dict.fromkeys(key for key, value in cells if isinstance(value, int | float)))
 
 
+def _metric_curve(key: str, rows_of_runs: Sequence[Sequence[dict[str, Any]]], names: Sequence[str]) -> Curve:
+    metric = evaluations.metric(key)
+    return _curve(key, metric.curve, rows_of_runs, names, log=False, scale=metric.scale)
+
+
 def _curve(
-    key: str, title: str, rows_of_runs: Sequence[Sequence[dict[str, Any]]], names: Sequence[str], *, log: bool
+    key: str,
+    title: str,
+    rows_of_runs: Sequence[Sequence[dict[str, Any]]],
+    names: Sequence[str],
+    *,
+    log: bool,
+    scale: int = 1,
 ) -> Curve:
     traces = []
-    scale = 100 if key in PERCENT else 1
     for index, (name, all_rows) in enumerate(zip(names, rows_of_runs, strict=True)):
         rows = [row for row in all_rows if isinstance(row.get(key), int | float)]
         rows = [rows[i] for i in geometry.evenly(len(rows), MAX_CURVE_POINTS)]
@@ -448,4 +450,4 @@ def _curve(
         yaxis={"automargin": True, "nticks": 6},
         hovermode="x unified",
     )
-    return Curve(CURVE_TITLES.get(key, title), {"data": traces, "layout": layout}, log)
+    return Curve(title, {"data": traces, "layout": layout}, log)

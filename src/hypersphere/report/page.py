@@ -49,7 +49,7 @@ def frame(title: str, body: str, plots: dict[str, Figure], *styles: str) -> str:
         title: Its title, and heading.
         body: HTML of its sections.
         plots: What ``page.js`` draws into them.
-        styles: Style sheets of this package beside ``page.css``.
+        styles: Style sheets beside the page's own.
     """
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -59,7 +59,7 @@ def frame(title: str, body: str, plots: dict[str, Figure], *styles: str) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
-<style>{"".join(map(_asset, ("page.css", *styles)))}</style>
+<style>{"".join((_asset("page.css"), *styles))}</style>
 </head>
 <body>
 <header><h1>{escape(title)}</h1></header>
@@ -101,15 +101,29 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _section(anchor: str, title: str, text: str, content: str) -> str:
+def titled_section(anchor: str, title: str, text: str, content: str) -> str:
+    """HTML of a section of the page: a heading that can be linked to, what it is about, and HTML of its content.
+
+    Example:
+        >>> titled_section("energy", "Energy", "Of all layers.", "<p>0.7</p>")[-17:]
+        '0.7</p></section>'
+    """
     return (
         f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{title}</h2><p class="lead">{text}</p>'
         f"{content}</section>"
     )
 
 
-def _plot(plots: dict[str, Figure], figure: Figure, kind: str, title: str, caption: str = "") -> str:
-    """A titled box that ``page.js`` draws the figure into."""
+def plot_box(plots: dict[str, Figure], figure: Figure, kind: str, title: str, caption: str = "") -> str:
+    """HTML of a titled box that ``page.js`` draws the figure into.
+
+    Args:
+        plots: Figures of the page, to which this one is added.
+        figure: Plotly's data and layout.
+        kind: Its size: flat, curve, histogram, sphere or large.
+        title: Above it.
+        caption: Below it.
+    """
     identity = f"plot-{len(plots)}"
     plots[identity] = figure
     foot = f'<p class="caption">{escape(caption)}</p>' if caption else ""
@@ -132,15 +146,35 @@ def _summary(runs: Sequence[Run], names: Sequence[str]) -> str:
         + "</tr>"
         for i, run in enumerate(runs)
     )
-    legend = "".join(f"<dt>{escape(m.title)}</dt><dd>{escape(m.help)}</dd>" for m in metrics)
+    further = columns([run.results for run in runs], detail=True).values()
+    legend = "".join(f"<dt>{escape(m.title)}</dt><dd>{escape(m.help)}</dd>" for m in [*metrics, *further])
     best = " The best value of each column is marked." if len(runs) > 1 else ""
     summary = (
         f'<div class="scroll" tabindex="0" role="region" aria-labelledby="summary"><table class="summary">'
         f'<thead><tr><th scope="col">Run</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
         f"<details><summary>What the columns mean</summary><dl><dt>Loss</dt><dd>{LOSS_MEANING}</dd>{legend}</dl>"
-        "</details>"
+        f"</details>{_further(runs, names)}"
     )
-    return _section("summary", "Summary", f"Results on the test set at the end of training.{best}", summary)
+    return titled_section("summary", "Summary", f"Results on the test set at the end of training.{best}", summary)
+
+
+def _further(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """The details of all runs, a metric a row; nothing where there are none."""
+    found = [run.results for run in runs]
+    heads = "".join(f'<th scope="col">{_swatch(index)}{escape(name)}</th>' for index, name in enumerate(names))
+    cells = zip(*table(found, detail=True), strict=True)
+    rows = "".join(
+        f'<tr><th scope="row" title="{escape(metric.help)}">{escape(metric.title)}</th>'
+        + "".join(f"<td>{f'<b class=best>{cell.text}</b>' if cell.best else cell.text}</td>" for cell in row)
+        + "</tr>"
+        for metric, row in zip(columns(found, detail=True).values(), cells, strict=True)
+    )
+    if not rows:
+        return ""
+    return (
+        '<details><summary>Further metrics</summary><div class="scroll"><table class="summary"><thead><tr>'
+        f'<th scope="col">Metric</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
 
 
 def _swatch(index: int) -> str:
@@ -157,10 +191,10 @@ def _spheres(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]
     for name, run in zip(names, runs, strict=True):
         if run.test is not None:
             figure, caption = figures.sphere(run.test)
-            content += _plot(plots, figure, "sphere", name, caption)
+            content += plot_box(plots, figure, "sphere", name, caption)
     if not content:
         return ""
-    return _section(
+    return titled_section(
         "features",
         "Features on the sphere",
         "Each dot is a test sample, coloured by class; a line with a diamond is the classifier's weight vector of the "
@@ -182,7 +216,7 @@ def _angles(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
             "impostor pairs of two. The less the two overlap, the better an angle tells whether two samples belong "
             f'together.</p><div class="grid">{of_pairs}</div>'
         )
-    return _section(
+    return titled_section(
         "angles",
         "Angles",
         "How far test features are from the centre of their class and from the nearest other centre. Good features "
@@ -199,7 +233,7 @@ def _histograms(
 ) -> str:
     drawn = [(name, *draw(f)) for name, f in zip(names, features, strict=True) if f is not None]
     figures.share_ranges([figure for _, figure, _ in drawn])
-    return "".join(_plot(plots, figure, "histogram", name, caption) for name, figure, caption in drawn)
+    return "".join(plot_box(plots, figure, "histogram", name, caption) for name, figure, caption in drawn)
 
 
 LAYER_TITLES = {"radius": "Radius", "saturated": "Patches beyond the radius (share)", "k": "Steepness k"}
@@ -228,8 +262,8 @@ def _layers(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
     ]
     if not drawn:
         return ""
-    content = "".join(_plot(plots, figure, kind, title, caption) for title, figure, caption, kind in drawn)
-    return _section("layers", "Layers", text, f'<div class="grid">{content}</div>')
+    content = "".join(plot_box(plots, figure, kind, title, caption) for title, figure, caption, kind in drawn)
+    return titled_section("layers", "Layers", text, f'<div class="grid">{content}</div>')
 
 
 def _energies(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) -> str:
@@ -237,11 +271,11 @@ def _energies(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure
     if not measured:
         return ""
     content = "".join(
-        _plot(plots, figure, "curve", f"Layers: {name}", caption)
+        plot_box(plots, figure, "curve", f"Layers: {name}", caption)
         for name, (figure, caption) in ((name, figures.layer_energies(energies)) for name, energies in measured)
     )
-    content += _plot(plots, figures.energy_sums(runs, names), "curve", "Sum over the layers: energy above the least")
-    return _section(
+    content += plot_box(plots, figures.energy_sums(runs, names), "curve", "Sum over the layers: energy above the least")
+    return titled_section(
         "energy",
         "Energy of the layers",
         "How unevenly the neurons of a layer are spread over the sphere: their energy above the least that so many can "
@@ -256,12 +290,12 @@ def _tasks(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure]) 
     content = ""
     for key, shown in sorted({key: section for found in drawn for key, section in found.items()}.items()):
         boxes = "".join(
-            _plot(plots, picture.figure, picture.kind, f"{name}: {picture.title}", picture.caption)
+            plot_box(plots, picture.figure, picture.kind, f"{name}: {picture.title}", picture.caption)
             for name, found in zip(names, drawn, strict=True)
             if key in found
             for picture in found[key].pictures
         )
-        content += _section(key, shown.title, shown.text, f'<div class="grid">{boxes}</div>') if boxes else ""
+        content += titled_section(key, shown.title, shown.text, f'<div class="grid">{boxes}</div>') if boxes else ""
     return content
 
 
@@ -269,7 +303,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
     curves = figures.curves(runs, names)
     if not curves:
         return ""
-    content = "".join(_plot(plots, c.figure, "curve log" if c.log else "curve", c.title) for c in curves)
+    content = "".join(plot_box(plots, c.figure, "curve log" if c.log else "curve", c.title) for c in curves)
     buttons = "".join(
         f'<button type="button" data-run="{i}" aria-pressed="true">{_swatch(i)}{escape(name)}</button>'
         for i, name in enumerate(names)
@@ -279,7 +313,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], plots: dict[str, Figure])
         f'<div class="controls">{buttons}<label><input type="checkbox" id="log"> logarithmic losses, rates and '
         "norms</label></div>"
     )
-    return _section(
+    return titled_section(
         "training",
         "Training curves",
         "What was measured while training, by step. Drag to zoom in, double-click to zoom out.",
@@ -294,7 +328,7 @@ def _details(runs: Sequence[Run], names: Sequence[str]) -> str:
         f"<h3>Resolved recipe</h3><pre>{escape(run.recipe)}</pre></details>"
         for i, run in enumerate(runs)
     )
-    return _section("details", "Run facts and recipes", "What is needed to repeat each run.", content)
+    return titled_section("details", "Run facts and recipes", "What is needed to repeat each run.", content)
 
 
 def _fact_rows(facts: dict[str, Any]) -> str:

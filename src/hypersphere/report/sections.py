@@ -40,7 +40,7 @@ figures: Registry[Section] = Registry(
     "figure",
     positional=("artefacts",),
     kind=Section,
-    members=("hypersphere.report.attacks_figures", "hypersphere.tasks.*.figures"),
+    members=("hypersphere.tasks.*.figures",),
 )
 """First part of artefacts' names -> what draws the section of those artefacts."""
 

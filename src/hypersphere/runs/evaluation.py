@@ -14,14 +14,13 @@ from hypersphere import orthogonal
 from hypersphere.data import Dataset, Split
 from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate.protocols import Outputs, measure
+from hypersphere.evaluate import Outputs, measure
 from hypersphere.nn import Decoupled, recalibrate, saturation
 from hypersphere.recipe import Recipe
 from hypersphere.recipe.seeds import epoch_order
 from hypersphere.runs import artefacts
 from hypersphere.runs.artefacts import ARTEFACT, layer_name, layer_parts
 from hypersphere.runs.folder import RunFolder, atomic_write
-from hypersphere.runs.loading import load
 from hypersphere.runs.read import EVALUATION, FEATURES
 from hypersphere.runs.system import System
 
@@ -53,7 +52,6 @@ def outputs_of(system: System, data: Dataset, data_root: Path | None = None) -> 
         predict=system.scores,
         seed=system.recipe.seed,
         data_root=data_root,
-        load=lambda path: load(path, device=system.device),
     )
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.protocols import Outputs, class_accuracies, evaluations
+from hypersphere.evaluate import Metric, Outputs, class_accuracies, evaluations
 
 MAX_POINTS = 1024
 """Most points of a cloud that are kept for its picture."""
@@ -56,7 +56,19 @@ def chosen_clouds(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     return torch.cat([wrong, right[spaced]])
 
 
-@evaluations.register("clouds")
+@evaluations.register(
+    "clouds",
+    metrics=(
+        Metric(
+            "class_accuracy",
+            "Mean class accuracy",
+            unit="%",
+            better="higher",
+            curve="Mean test accuracy of the classes (%)",
+            help="Mean over the classes of the share of their test samples that get the right class. Higher is better.",
+        ),
+    ),
+)
 def clouds(outputs: Outputs, *, count: int = 12) -> dict[str, float]:
     """Mean accuracy of the classes; also keeps clouds, wrong and right ones, with what each point adds to the loss.
 

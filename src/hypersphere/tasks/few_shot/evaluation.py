@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics import Episodes, classify, mean_and_interval, sample_episodes
 from hypersphere.metrics.episodes import CHUNK, Classifier
 
@@ -18,7 +18,41 @@ SHOWN_EACH = 5
 """Most support images, and most queries, of a class in a picture."""
 
 
-@evaluations.register("few-shot")
+@evaluations.register(
+    "few-shot",
+    metrics=(
+        Metric(
+            "few_shot_*",
+            "{}-shot accuracy",
+            unit="%",
+            better="higher",
+            help="Mean accuracy over episodes of classes that were never trained on, with so many labelled samples of "
+            "every class ({}). Higher is better.",
+        ),
+        Metric(
+            "few_shot_*_interval",
+            "{}-shot accuracy, interval",
+            unit="%",
+            help="Half width of the 95 % confidence interval of that accuracy over the episodes ({} shots).",
+            detail=True,
+        ),
+        Metric(
+            "few_shot_nearest_*",
+            "{}-shot accuracy, nearest mean",
+            unit="%",
+            better="higher",
+            help="Mean accuracy over episodes of classes that were never trained on, with so many labelled samples of "
+            "every class ({}) by the nearest mean of their directions. Higher is better.",
+        ),
+        Metric(
+            "few_shot_nearest_*_interval",
+            "{}-shot accuracy, nearest mean, interval",
+            unit="%",
+            help="Half width of the 95 % confidence interval of that accuracy over the episodes ({} shots).",
+            detail=True,
+        ),
+    ),
+)
 def few_shot(
     outputs: Outputs,
     *,

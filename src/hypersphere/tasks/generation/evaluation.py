@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hypersphere.data import DataError
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics import class_balance, feature_distance, generation_score
 from hypersphere.runs import RunFolder, System, load
 
@@ -102,7 +102,73 @@ def inception_judge(device: torch.device) -> Judge:
     return judge
 
 
-@evaluations.register("generation")
+@evaluations.register(
+    "generation",
+    metrics=(
+        Metric(
+            "classifier_score",
+            "Classifier score",
+            form=".3f",
+            better="higher",
+            help="How sure a classifier that was trained on the same data is of each generated image, and how varied "
+            "it finds all of them: between 1 and the number of classes. An inception score by another network. Higher "
+            "is better.",
+        ),
+        Metric(
+            "classifier_score_std",
+            "Classifier score, deviation",
+            form=".3f",
+            help="Standard deviation of that score over the parts that were scored by themselves.",
+            detail=True,
+        ),
+        Metric(
+            "classifier_score_real",
+            "Classifier score of test images",
+            form=".3f",
+            help="The same score of the test images, which a generator can hope for.",
+            detail=True,
+        ),
+        Metric(
+            "inception_score",
+            "Inception score",
+            form=".3f",
+            better="higher",
+            help="How sure torchvision's Inception-v3 is of each generated image, and how varied it finds all of them: "
+            "between 1 and the number of its classes. Higher is better.",
+        ),
+        Metric(
+            "inception_score_std",
+            "Inception score, deviation",
+            form=".3f",
+            help="Standard deviation of that score over the parts that were scored by themselves.",
+            detail=True,
+        ),
+        Metric(
+            "inception_score_real",
+            "Inception score of test images",
+            form=".3f",
+            help="The same score of the test images, which a generator can hope for.",
+            detail=True,
+        ),
+        Metric(
+            "classifier_frechet",
+            "Fréchet distance",
+            form=".3f",
+            better="lower",
+            help="Distance between that classifier's features of generated and of test images, each taken as a normal "
+            "distribution. Lower is better; comparable only with the same classifier.",
+        ),
+        Metric(
+            "class_balance",
+            "Class balance",
+            unit="%",
+            form=".1%",
+            better="higher",
+            help="How evenly the classes occur among generated images, as that classifier sees them: 100% where all "
+            "are equally frequent. Higher is better.",
+        ),
+    ),
+)
 def generation(
     outputs: Outputs,
     *,

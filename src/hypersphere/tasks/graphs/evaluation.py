@@ -9,11 +9,30 @@ import torch.nn.functional as F
 
 from hypersphere.data import TensorSplit
 from hypersphere.errors import check_range
-from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics.basic import accuracy
 
 
-@evaluations.register("graph")
+@evaluations.register(
+    "graph",
+    metrics=(
+        Metric(
+            "validation_accuracy",
+            "Validation accuracy",
+            unit="%",
+            better="higher",
+            help="Share of the validation nodes of a graph that get the right class. Higher is better.",
+        ),
+        Metric(
+            "validation_loss",
+            "Cross-entropy of validation nodes",
+            form=".4f",
+            better="lower",
+            help="Mean cross-entropy of the validation nodes of a graph. Lower is better.",
+            detail=True,
+        ),
+    ),
+)
 @torch.no_grad()
 def graph(outputs: Outputs) -> dict[str, float]:
     """Accuracy and cross-entropy of a graph's validation nodes; leaves the features of all nodes.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hypersphere.data.faces import Pairs
 from hypersphere.metrics import Calibration, Verification, det, roc
 from hypersphere.report.figures import Figure, color, numbers, plotly_layout, plotly_legend
 from hypersphere.report.geometry import Floats, evenly
-from hypersphere.report.page import _plot, _section, frame, write_page
+from hypersphere.report.page import frame, plot_box, titled_section, write_page
+from hypersphere.tasks.faces.data import Pairs
 
 HARDEST = 12
 """Pairs of each kind that are shown."""
@@ -27,7 +28,6 @@ MAX_CURVE_POINTS = 2000
 BINS = 80
 _GREY = "rgba(136,136,136,.9)"
 _DET_TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
-_TITLES = {"accuracy": "Accuracy", "auc": "Area under the ROC curve", "eer": "Equal-error rate"}
 _MEANINGS = {
     "Genuine, impostor": "A genuine pair is of one person, an impostor pair of two.",
     "TAR, FAR": "Share of genuine and of impostor pairs that are accepted, which means taken for one person.",
@@ -77,14 +77,11 @@ def render_verification(found: VerificationPage) -> str:
     title = f"Verification: {found.name}"
     plots: dict[str, Figure] = {}
     body = "".join((_summary(found), _curves(found, plots), _scores(found, plots), _hardest(found), _details(found)))
-    return frame(title, body, plots, "faces.css")
+    return frame(title, body, plots, resources.files(__package__).joinpath("faces.css").read_text("utf-8"))
 
 
 def _summary(found: VerificationPage) -> str:
-    rows = [
-        (_TITLES.get(key, key.replace("tar@far=", "TAR at FAR ")), _value(value), value.interval, value.words)
-        for key, value in found.results.items()
-    ]
+    rows = [(value.title, _value(value), value.interval, value.words) for value in found.results.values()]
     line = found.calibration
     cells = "".join(
         f'<tr><th scope="row">{escape(title)}</th><td>{escape(value)}</td><td>{low:.2%} to {high:.2%}</td>'
@@ -107,7 +104,7 @@ def _summary(found: VerificationPage) -> str:
         f"With the threshold for a FAR of {line.target_far:g}, pairs with a score above {line.threshold:.4f} are taken "
         f"for one person: {line.tar:.2%} of the genuine and {line.far:.3%} of the impostor pairs here."
     )
-    return _section("summary", "Summary", f"{escape(str(found.pairs))}; {escape(found.how)}. {accepted}", table)
+    return titled_section("summary", "Summary", f"{escape(str(found.pairs))}; {escape(found.how)}. {accepted}", table)
 
 
 def _value(found: Verification) -> str:
@@ -119,9 +116,9 @@ def _value(found: Verification) -> str:
 
 
 def _curves(found: VerificationPage, plots: dict[str, Figure]) -> str:
-    content = _plot(plots, *_titled(roc_figure(found.scores, found.pairs.same, found.calibration), "ROC"))
-    content += _plot(plots, *_titled(det_figure(found.scores, found.pairs.same, found.calibration), "DET"))
-    return _section(
+    content = plot_box(plots, *_titled(roc_figure(found.scores, found.pairs.same, found.calibration), "ROC"))
+    content += plot_box(plots, *_titled(det_figure(found.scores, found.pairs.same, found.calibration), "DET"))
+    return titled_section(
         "curves",
         "Curves",
         "What every threshold gives: the share of genuine pairs accepted (ROC) and refused (DET) at each share of "
@@ -254,10 +251,10 @@ def _bars(line: Calibration, least: float) -> tuple[Figure, Figure]:
 
 def _scores(found: VerificationPage, plots: dict[str, Figure]) -> str:
     figure, caption = score_histogram(found.scores, found.pairs.same, found.calibration)
-    content = _plot(plots, figure, "histogram tall", "Scores", caption)
+    content = plot_box(plots, figure, "histogram tall", "Scores", caption)
     figure, caption = threshold_figure(found.scores, found.pairs.same, found.calibration)
-    content += _plot(plots, figure, "curve tall", "Errors by threshold", caption)
-    return _section(
+    content += plot_box(plots, figure, "curve tall", "Errors by threshold", caption)
+    return titled_section(
         "scores",
         "Scores and threshold",
         "Left, the scores of both kinds of pairs: the less they overlap, the better. Right, the two error rates by "
@@ -364,7 +361,7 @@ def _hardest(found: VerificationPage) -> str:
         ("Impostor pairs with the highest scores", impostors),
     ):
         content += f'<h3 class="list">{title}</h3><ul class="pairs">{"".join(_pair(found, i) for i in chosen)}</ul>'
-    return _section(
+    return titled_section(
         "hardest",
         "Hardest pairs",
         "As the network sees them. Wrong labels, bad alignment and poor photographs are found here first.",
@@ -410,4 +407,4 @@ def _details(found: VerificationPage) -> str:
             f"<details><summary>{len(found.skipped)} images were left out</summary><pre>{escape(left_out)}</pre>"
             "</details>"
         )
-    return _section("details", "Details", "What is needed to say these numbers to others.", content)
+    return titled_section("details", "Details", "What is needed to say these numbers to others.", content)

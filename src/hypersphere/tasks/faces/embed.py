@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hypersphere import orthogonal
-from hypersphere.data.faces import AlignedSplit, Pairs
 from hypersphere.data.splits import DataError, FolderSplit, image_files
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.metrics import flip_features
@@ -23,6 +22,7 @@ from hypersphere.runs.folder import RunFolder
 from hypersphere.runs.gallery import fingerprint
 from hypersphere.runs.loading import load
 from hypersphere.runs.samples import grey
+from hypersphere.tasks.faces.data import AlignedSplit, Pairs
 
 Flip = Literal["none", "add", "concatenate"]
 FLIPS: tuple[str, ...] = get_args(Flip)
@@ -220,8 +220,8 @@ class Embedder:
 
         Args:
             files: N files.
-            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.data.align.align`; NaN for an image without any, which is
-                left out. Without landmarks the middle of every image is taken.
+            landmarks: ``(N, 5, 2)``, see :func:`hypersphere.tasks.faces.align.align`; NaN for an image without any,
+                which is left out. Without landmarks the middle of every image is taken.
             batch_size: Images that go through the network at a time; by default 256 on a GPU and 8 on a CPU, where
                 larger batches leave the cache and take twice as long.
             workers: Threads that decode images.

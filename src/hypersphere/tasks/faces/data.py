@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hypersphere.data.align import align
 from hypersphere.data.sources import Layout, Source, content, datasets, labelled_images, locate, sources
 from hypersphere.data.splits import (
     IMAGE_SUFFIXES,
@@ -28,6 +27,7 @@ from hypersphere.data.splits import (
     stratified_split,
 )
 from hypersphere.errors import ArgumentError, check_range
+from hypersphere.tasks.faces.align import align
 
 # ------------------------------------------------------------------------------------------------------- pairs
 
@@ -248,7 +248,7 @@ class AlignedSplit(FolderSplit):
         files: One image file per label.
         labels: ``(N,)`` int64.
         size: ``(H, W)`` of the aligned images.
-        landmarks: ``(N, 5, 2)`` in each image as it is shown, upright; see :func:`hypersphere.data.align.align`.
+        landmarks: ``(N, 5, 2)`` in each image as it is shown, upright; see :func:`hypersphere.tasks.faces.align.align`.
 
     Example:
         >>> faces = AlignedSplit((Path("ann.jpg"),), torch.tensor([0]), (112, 96), torch.rand(1, 5, 2))

@@ -7,26 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.evaluate.robustness import CHECKS, explain
 from hypersphere.report import geometry
 from hypersphere.report.figures import FRAME, Figure, color, coordinates, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.geometry import Floats
 from hypersphere.report.sections import Picture, Section, figures
+from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 
 SIDE = 64
 """About the side of an image in a picture, in pixels of its own."""
 TITLES = {"fgsm": "FGSM", "bim": "BIM", "pgd": "PGD", "square": "Square, no gradients"}
-CHECK_TITLES = {
-    "masking_transfer": "other model's gradients are stronger",
-    "masking_gradient_free": "no gradients are stronger",
-    "masking_single_step": "one step is stronger than many",
-    "masking_fgsm": "strongest attack beyond one step",
-    "masking_steps": "more steps are stronger",
-    "masking_loss": "margin is stronger than cross-entropy",
-    "masking_zero_gradients": "images with zero gradients",
-    "masking_rises": "accuracy rises with the budget",
-    "masking_unbounded": "right under any change",
-}
 
 
 def attack_pictures(artefacts: Mapping[str, Any]) -> list[Picture]:
@@ -34,7 +23,7 @@ def attack_pictures(artefacts: Mapping[str, Any]) -> list[Picture]:
 
     Args:
         artefacts: ``curve_eps`` ``(E,)`` and ``curve_NAME`` ``(E,)`` the accuracies by budget, ``transfer_NAME`` a
-            budget and the accuracy under it, ``checks`` the values of :data:`~hypersphere.evaluate.CHECKS`,
+            budget and the accuracy under it, ``checks`` the values of :data:`CHECKS`,
             ``natural`` and ``adversarial`` features ``(N, D)`` with ``labels`` and ``fooled`` ``(N,)``, ``images``
             ``(2, n, C, H, W)`` with ``classes`` ``(2, n)``, ``deepfool_l2`` and ``deepfool_linf`` sorted sizes, and
             ``names``, the names of the classes as lines of text; whatever is there.
@@ -86,7 +75,7 @@ def _curve(found: Mapping[str, Any]) -> Picture:
 def _checks(values: Floats) -> Picture:
     metrics = {name: float(value) for name, value in zip(CHECKS, values, strict=False) if np.isfinite(value)}
     said = explain(metrics)
-    titles = [CHECK_TITLES[name] for name in metrics]
+    titles = [CHECKS[name].title for name in metrics]
     trace = (
         {"type": "bar", "orientation": "h", "y": titles[::-1], "x": numbers([100 * v for v in metrics.values()][::-1])}
         | {"marker": {"color": [color(1 if bad else 0) for bad, _ in said][::-1]}}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hypersphere.data import DataError
-from hypersphere.data.faces import Pairs, lfw_pairs
-from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics.basic import equal_error_rate, pair_similarity
 from hypersphere.metrics.folds import lfw10
+from hypersphere.tasks.faces.data import Pairs, lfw_pairs
 
 BATCH = 500
 """Faces that go through the network together."""
@@ -26,7 +26,33 @@ def _faces(size: tuple[int, int], root: Path | None) -> tuple[Pairs, Tensor]:
     return pairs, torch.stack([faces.read(index) for index in range(len(faces))])
 
 
-@evaluations.register("lfw")
+@evaluations.register(
+    "lfw",
+    metrics=(
+        Metric(
+            "lfw_accuracy",
+            "LFW accuracy",
+            unit="%",
+            better="higher",
+            help="Share of LFW's 6,000 pairs of faces that are rightly judged “same” or “different”, each fold with "
+            "the threshold that is best on the other nine. Higher is better.",
+        ),
+        Metric(
+            "lfw_standard_error",
+            "LFW accuracy, standard error",
+            unit="%",
+            help="Standard error of the LFW accuracy over its folds.",
+            detail=True,
+        ),
+        Metric(
+            "lfw_eer",
+            "LFW EER",
+            unit="%",
+            better="lower",
+            help="Equal error rate on LFW's pairs of faces. Lower is better.",
+        ),
+    ),
+)
 @torch.no_grad()
 def lfw(
     outputs: Outputs,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hypersphere.attacks import Attack, DeepFool, Predict, attacked, attacks, gradients, lengths
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.evaluate.protocols import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
+from hypersphere.runs import load
 
 Bounded = Literal["fgsm", "bim", "pgd", "square"]
 """Attacks that have a budget."""
@@ -37,11 +38,13 @@ class Check(NamedTuple):
     """What one check for masking measures.
 
     Attributes:
+        title: What a large value means, in a few words.
         sign: Above this the value is a sign of masking.
         good: What it means if it is not; ``{}`` is the value in percent.
         bad: What it means if it is.
     """
 
+    title: str
     sign: float
     good: str
     bad: str
@@ -49,48 +52,57 @@ class Check(NamedTuple):
 
 CHECKS: dict[str, Check] = {
     "masking_transfer": Check(
+        "other model's gradients are stronger",
         TOLERANCE,
         "no attack is stronger with another model's gradients than with its own ({} points)",
         "an attack is stronger with another model's gradients than with its own, by {} points: its own lead astray",
     ),
     "masking_gradient_free": Check(
+        "no gradients are stronger",
         TOLERANCE,
         "random search without gradients is no stronger than following them ({} points)",
         "random search without gradients is stronger than following them, by {} points",
     ),
     "masking_single_step": Check(
+        "one step is stronger than many",
         TOLERANCE,
         "many small steps are no weaker than one large one ({} points)",
         "many small steps are weaker than one large one, by {} points: gradients nearby are of no use",
     ),
     "masking_fgsm": Check(
+        "strongest attack beyond one step",
         0.1,
         "one large step finds most of what there is: the strongest attack takes {} points more",
         "one large step misses much of what there is, the strongest attack takes {} points more: its accuracy says "
         "little on its own",
     ),
     "masking_steps": Check(
+        "more steps are stronger",
         TOLERANCE,
         f"{MORE} times the steps take {{}} points more: there were enough",
         f"{MORE} times the steps take {{}} points more: there were too few to believe the accuracy",
     ),
     "masking_loss": Check(
+        "margin is stronger than cross-entropy",
         0.05,  # the margin is a little stronger with any model
         "climbing the margin of the logits is hardly stronger than climbing the cross-entropy ({} points)",
         "climbing the margin of the logits is stronger than climbing the cross-entropy, by {} points: the latter is "
         "saturated",
     ),
     "masking_zero_gradients": Check(
+        "images with zero gradients",
         TOLERANCE,
         "{} % of the images have a gradient of exactly zero",
         "{} % of the images have a gradient of exactly zero: attacks by gradient do not change them",
     ),
     "masking_rises": Check(
+        "accuracy rises with the budget",
         TOLERANCE,
         "accuracy falls as the budget grows (largest rise: {} points)",
         "accuracy rises by {} points as the budget grows, which it cannot: attacks fail",
     ),
     "masking_unbounded": Check(
+        "right under any change",
         TOLERANCE,
         "with a budget that allows any image, {} % stay right",
         "with a budget that allows any image, {} % stay right, and none should: attacks fail",
@@ -115,7 +127,50 @@ def explain(metrics: Mapping[str, float]) -> list[tuple[bool, str]]:
     return found
 
 
-@evaluations.register("attacks")
+def _under(name: str, title: str, what: str, *, detail: bool = False) -> Metric:
+    words = f"Share of test images that get the right class after {what}. Higher is better."
+    return Metric(f"accuracy_{name}", title, unit="%", better="higher", help=words, detail=detail)
+
+
+@evaluations.register(
+    "attacks",
+    metrics=(
+        _under("natural", "Natural accuracy", "nothing: the images that are attacked, as they are", detail=True),
+        _under("fgsm", "Under FGSM", "one step along the sign of the gradient"),
+        _under("bim", "Under BIM", "many small steps along the sign of the gradient"),
+        _under("pgd", "Under PGD", "many small steps along the sign of the gradient from a random start"),
+        _under("square", "Under Square", "random squares that are kept where they help, without gradients"),
+        _under("strongest", "Under any attack", "the strongest of all attacks tried, with and without gradients"),
+        _under("transfer_*", "Under {}, transfer", "an attack with the gradients of another model", detail=True),
+        Metric(
+            "masking_signs",
+            "Signs of masking",
+            form=".0f",
+            better="lower",
+            help="How many checks say that gradients lead attacks astray, so that the model looks more robust than it "
+            "is.",
+        ),
+        *(
+            Metric(
+                name,
+                f"Masking: {check.title}",
+                unit="%",
+                better="lower",
+                help=f"A check for misleading gradients; above {check.sign:.0%} it is a sign of them.",
+                detail=True,
+            )
+            for name, check in CHECKS.items()
+        ),
+        Metric(
+            "deepfool_*",
+            "Median smallest change, {}",
+            better="higher",
+            help="Median size ({}) of the smallest change that DeepFool finds for images that are classified rightly. "
+            "Higher is more robust.",
+            detail=True,
+        ),
+    ),
+)
 def robustness(
     outputs: Outputs,
     *,
@@ -355,9 +410,7 @@ def source_predict(source: str | Path, outputs: Outputs) -> Predict:
         source: Folder of the run.
         outputs: Of the model that will be tested, which says what the images are and where.
     """
-    if outputs.load is None:
-        raise ArgumentError("source", "must be left out for outputs that do not say how a run is loaded")
-    system, data = outputs.load(source), outputs.data
+    system, data = load(source, device=outputs.labels.device), outputs.data
     if data is not None and (data.train.shape, data.class_names) != (system.shape, system.classes):
         name = system.recipe.data.name
         raise ArgumentError("source", f"must be a run on the same images and classes, got {name!r}")

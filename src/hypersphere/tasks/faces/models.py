@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.models.networks import (
     Layer,
+    OnMaps,
+    ResidualUnit,
     Shape,
-    _activation,
-    _conv_block,
-    _OnMaps,
-    _ResidualUnit,
+    activation,
     check_each,
+    conv_block,
     models,
 )
 from hypersphere.nn import factory
@@ -23,7 +23,7 @@ from hypersphere.nn import factory
 _SLOPE = 0.25  # of PReLU at the start, one for each channel
 
 
-class _FaceUnit(_ResidualUnit):
+class _FaceUnit(ResidualUnit):
     """Two convolutions with the second activation in front of the sum, and none after it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,17 +94,17 @@ class SphereFaceNet(nn.Module):
             return factory(conv)(*sizes, **{**more, "bias": plain or not later})
 
         inside = with_bias if later and plain else conv
-        unit = _ResidualUnit if later else _FaceUnit
+        unit = ResidualUnit if later else _FaceUnit
         layers: list[nn.Module] = []
         channels = shape[0]
         for filters, count in zip(widths, self.units, strict=True):
-            layers += _conv_block(channels, filters, with_bias, norm, act, stride=2, **options)
+            layers += conv_block(channels, filters, with_bias, norm, act, stride=2, **options)
             layers += [unit(filters, filters, 1, "pad", inside, norm, act, **options) for _ in range(count)]
             channels = filters
         self.features = nn.Sequential(*layers)
         inputs = channels * math.prod(-(-side // 2 ** len(widths)) for side in shape[1:])
         self.embed = factory(linear)(inputs, dim, bias=True)
-        self.after = _OnMaps(factory(norm)(dim)) if later else nn.Identity()
+        self.after = OnMaps(factory(norm)(dim)) if later else nn.Identity()
         self.dim = dim
         self._initialise(later)
 
@@ -174,7 +174,7 @@ class _ConvBlock(nn.Module):
         super().__init__()
         self.conv = factory(conv)(inputs, outputs, bias=False, **window)
         self.bn = factory(norm)(outputs)
-        self.prelu = None if act is None else _activation(act, outputs, _SLOPE)
+        self.prelu = None if act is None else activation(act, outputs, _SLOPE)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn(self.conv(x))
@@ -192,10 +192,10 @@ class _Bottleneck(nn.Module):
         self.conv = nn.Sequential(
             make(inputs, inner, 1, bias=False),
             factory(norm)(inner),
-            _activation(act, inner, _SLOPE),
+            activation(act, inner, _SLOPE),
             make(inner, inner, 3, stride=stride, padding=1, groups=inner, bias=False),
             factory(norm)(inner),
-            _activation(act, inner, _SLOPE),
+            activation(act, inner, _SLOPE),
             make(inner, outputs, 1, bias=False),
             factory(norm)(outputs),
         )
