@@ -29,7 +29,7 @@ from test_results import ROW
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]
-COMMANDS += ["attack", "embed", "verify", "identify"]
+COMMANDS += ["attack", "embed", "verify", "identify", "new"]
 
 
 @pytest.fixture(autouse=True)

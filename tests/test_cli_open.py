@@ -119,7 +119,7 @@ def test_without_the_workbench_it_says_what_to_install(arguments):
     [
         ("pydantic", ["list", "recipes"]),
         ("yaml", ["train", "digits-softmax"]),
-        ("safetensors", ["evaluate", "nowhere"]),
+        ("safetensors", ["gallery", "list", "nowhere.safetensors"]),
         ("matplotlib", ["plot", "gradients"]),
     ],
 )

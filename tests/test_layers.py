@@ -44,6 +44,7 @@ WORKBENCH = (
     ("report",),
     ("tasks",),  # none of which imports another one
     ("results",),
+    ("templates",),  # plugins as users write them
     ("cli",),
     ("__main__",),
 )

@@ -22,6 +22,10 @@ COMMANDS = {
     "evaluate": ("runs:evaluate_run", "Measure the last checkpoint of a run again and show its metrics."),
     "report": ("runs:report_runs", "Write one page that shows a run, or several side by side."),
     "list": ("names:list_entries", "List what recipes can name, with the defaults and a line of help for each."),
+    "new": (
+        "new:new",
+        "Copy a documented example of a loss, margin, model, ... into a file of your own, which works as it is.",
+    ),
     "data": (
         "data:list_data",
         "List the data sets that are found, check them, and say where the missing ones come from.",
