@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import hypersphere as hs
 from hypersphere import plot, recipe
 from hypersphere.cli.commands import app
+from hypersphere.drawing import colour
 from hypersphere.errors import ArgumentError
 from hypersphere.landscape import Landscape, landscape
-from hypersphere.plot import energy, style
+from hypersphere.plot import energy
 from hypersphere.runs import RunError, RunFolder, load_with_data
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
@@ -518,7 +519,7 @@ def rows(scale, orthogonal=None):
 
 
 def drawn(axes, index):
-    (line,) = [line for line in axes.lines if to_hex(line.get_color()) == style.color(index)]
+    (line,) = [line for line in axes.lines if to_hex(line.get_color()) == colour(index)]
     return line.get_xdata(), line.get_ydata()
 
 

@@ -38,10 +38,10 @@ WORKBENCH = (
     ("recipes",),
     ("recipe",),  # names members of all the families above
     ("sections",),
+    ("drawing",),
     ("runs",),
     ("train",),
-    ("plot",),
-    ("report",),
+    ("plot", "report"),
     ("tasks",),  # none of which imports another one
     ("results",),
     ("templates",),  # plugins as users write them
@@ -61,14 +61,7 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("energy.layers", "nn"),
     ("orthogonal.adapters", "nn"),
     ("orthogonal.apply", "nn"),
-    ("plot.directions", "report"),
-    ("plot.energy", "report"),
     ("plot.heads", "losses"),
-    ("plot.heads", "report"),
-    ("plot.landscape", "report"),
-    ("plot.operators", "report"),
-    ("plot.runs", "report"),
-    ("plot.style", "report"),
     ("tasks.robustness.evaluation", "train"),
     ("train.trainer", "losses"),
 }

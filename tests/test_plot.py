@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from hypersphere import losses, plot
 from hypersphere.cli import plot as plot_cli
 from hypersphere.cli.commands import app
+from hypersphere.drawing import colour
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.plot import directions, heads, runs, style
@@ -78,7 +79,7 @@ def test_every_loss_with_a_target_function_is_drawn(name):
         inner = THETA[5:-5]
         x = torch.from_numpy(25 * np.stack([np.cos(inner), -np.sin(inner)], 1)).float()
         found = one.margin_logits(x, torch.zeros(len(x), dtype=torch.int64))[:, 0]
-    target = line_of(logits, style.color(0))[0]
+    target = line_of(logits, colour(0))[0]
     assert np.allclose(target.get_ydata()[5:-5], found, atol=2e-3 * max(1, abs(found).max() / 30))
     assert np.allclose(drawn.get_ydata(), one.psi(torch.from_numpy(THETA), norm=25.0).detach().numpy())
     assert (plane.get_xlim(), plane.get_ylim()) == ((0, 180), (0, 180))
@@ -150,15 +151,15 @@ def test_strip_between_the_boundaries_is_shaded():
 def test_annealed_curve():
     one = plot.annealed(head("a-softmax", m=4), 5.0)
     figure = plot.margins({"a-softmax": one})
-    plain, blended = line_of(panels(figure)[0], style.color(0))
+    plain, blended = line_of(panels(figure)[0], colour(0))
     k = np.minimum(np.floor(4 * THETA / np.pi), 3)
     psi = (-1.0) ** k * np.cos(4 * THETA) - 2 * k
     assert np.allclose(plain.get_ydata(), psi, atol=1e-6)
     assert np.allclose(blended.get_ydata(), (5 * np.cos(THETA) + psi) / 6, atol=1e-6)
-    assert np.allclose(line_of(panels(figure)[1], style.color(0))[0].get_ydata(), 30 * blended.get_ydata())
+    assert np.allclose(line_of(panels(figure)[1], colour(0))[0].get_ydata(), 30 * blended.get_ydata())
     assert any("lambda$ = 5" in text for text in legend_texts(figure))
     without = plot.margins({"a-softmax": head("a-softmax", m=4)})
-    assert len(line_of(panels(without)[0], style.color(0))) == 1
+    assert len(line_of(panels(without)[0], colour(0))) == 1
     with pytest.raises(ArgumentError, match="lambda must be at least 0, got -1"):
         plot.annealed(one, -1)
 
@@ -172,8 +173,8 @@ def test_annealing_leaves_the_head_alone():
 def test_logits_of_both_classes():
     figure = plot.margins({"a": head("w-softmax"), "b": head("cosface", s=40.0, m=0.2)}, norm=12.0)
     logits = panels(figure)[1]
-    kept, plain = line_of(logits, style.color(0))
-    margin, other = line_of(logits, style.color(1))
+    kept, plain = line_of(logits, colour(0))
+    margin, other = line_of(logits, colour(1))
     assert np.allclose(kept.get_ydata(), 12 * np.cos(THETA)) and np.allclose(plain.get_ydata(), kept.get_ydata())
     assert np.allclose(margin.get_ydata(), 40 * (np.cos(THETA) - 0.2))
     assert np.allclose(other.get_ydata(), 40 * np.cos(THETA))
@@ -185,7 +186,7 @@ def test_learned_offset_is_in_the_logits():
     one = head("sphereface2")
     with torch.no_grad():
         one.common_bias.fill_(-0.25 * one.s)
-    target = line_of(panels(plot.margins({"one": one}))[1], style.color(0))[0].get_ydata()
+    target = line_of(panels(plot.margins({"one": one}))[1], colour(0))[0].get_ydata()
     assert target[0] == pytest.approx(40 * (1 - 0.4 - 0.25)) and target[180] == pytest.approx(40 * (-0.75 - 0.65))
 
 
@@ -209,7 +210,7 @@ def test_many_heads_get_a_panel_of_boundaries_each():
 
 def test_equal_curves_can_both_be_seen():
     psi = panels(plot.margins({"a": head("w-softmax"), "b": head("softmax")}))[0]
-    first, second = (line_of(psi, style.color(index))[0] for index in (0, 1))
+    first, second = (line_of(psi, colour(index))[0] for index in (0, 1))
     assert first.get_linestyle() == "-" and second.get_linestyle() == "--"
 
 
@@ -355,7 +356,7 @@ def test_features_in_the_plane(tmp_path):
     points = drawn_points(upper)
     for label in range(4):
         expected = vectors[labels == label] / length
-        assert np.allclose(np.sort(points[style.color(label)], 0), np.sort(expected, 0), atol=1e-5)
+        assert np.allclose(np.sort(points[colour(label)], 0), np.sort(expected, 0), atol=1e-5)
     (circle,) = [patch for patch in upper.patches if hasattr(patch, "radius")]
     assert circle.radius == 1
     arrows = [patch for patch in upper.patches if not hasattr(patch, "radius")]
@@ -390,7 +391,7 @@ def test_histogram_of_pairs(tmp_path):
 def test_features_on_the_sphere(tmp_path):
     vectors, labels, weights = cloud(5, 3, noise=0.05)
     figure = plot.features([write_run(tmp_path / "one", vectors, labels, weights)])
-    points = np.concatenate([drawn_points(figure.axes[0])[style.color(label)] for label in range(5)])
+    points = np.concatenate([drawn_points(figure.axes[0])[colour(label)] for label in range(5)])
     assert len(points) == len(vectors) and (np.linalg.norm(points, axis=1) <= 1 + 1e-6).all()
     units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     frame = runs._clearest_view(units, labels)
@@ -429,7 +430,7 @@ def test_several_centres_of_a_class_are_all_drawn(tmp_path):
         [write_run(tmp_path / "one", vectors, labels, np.repeat(weights, 2, axis=0), ["a", "b", "c"])]
     )
     arrows = [patch for patch in figure.axes[0].patches if not hasattr(patch, "radius")]
-    assert [to_hex(arrow.get_edgecolor()) for arrow in arrows] == [style.color(c) for c in (0, 0, 1, 1, 2, 2)]
+    assert [to_hex(arrow.get_edgecolor()) for arrow in arrows] == [colour(c) for c in (0, 0, 1, 1, 2, 2)]
 
 
 def test_features_of_what_is_no_evaluated_run(tmp_path):

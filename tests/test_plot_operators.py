@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 import hypersphere as hs
 from hypersphere import plot
 from hypersphere.cli.commands import app
+from hypersphere.drawing import PALETTE
 from hypersphere.errors import ArgumentError
-from hypersphere.plot import operators, style
+from hypersphere.plot import operators
 from hypersphere.registry import UnknownNameError
 
 T = np.linspace(0, 4, 401)
@@ -201,7 +202,7 @@ def test_filters_of_colours():
 def test_filters_of_one_channel():
     weight = torch.tensor([-2.0, 0.0, 2.0, 1.0]).view(1, 1, 2, 2)
     image = mosaic(plot.plot_filters(torch.cat([weight, torch.zeros_like(weight)])))
-    assert to_hex(image[0, 0]) == style.PALETTE[0] and to_hex(image[1, 0]) == style.PALETTE[1]
+    assert to_hex(image[0, 0]) == PALETTE[0] and to_hex(image[1, 0]) == PALETTE[1]
     assert image[0, 1] == pytest.approx([1, 1, 1], abs=0.02)
     assert np.isfinite(image).all() and image[:, 3:] == pytest.approx(np.ones((2, 2, 3)), abs=0.02)
 

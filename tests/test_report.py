@@ -12,8 +12,8 @@ from plotly.offline import get_plotlyjs
 from safetensors.numpy import load_file, save_file
 
 from hypersphere import report
+from hypersphere.drawing import pair_angles
 from hypersphere.errors import HypersphereError
-from hypersphere.report.geometry import pair_angles
 from hypersphere.runs import RunError
 
 TIGHTNESS = {"softmax": 0.45, "sphereface": 0.3, "arcface": 0.18}

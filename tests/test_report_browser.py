@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from hypersphere import report
-from hypersphere.report.figures import PALETTE
+from hypersphere.drawing import PALETTE
 from test_report import TIGHTNESS, make_run
 
 FLAGS = (

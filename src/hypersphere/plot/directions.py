@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from hypersphere.drawing import Floats, colour
 from hypersphere.errors import check_range
 from hypersphere.losses import ArcFace, ASoftmax, LambdaAnnealer, MarginSoftmax
 from hypersphere.losses.head import GRADIENTS
-from hypersphere.plot.style import INK, MUTED, angle_axis, color, new_figure, styled
-from hypersphere.report.geometry import Floats
+from hypersphere.plot.style import INK, MUTED, angle_axis, new_figure, styled
 
 NORM = 10.0
 """Norm of the drawn feature, and ArcFace's scale, so that all lengths are comparable."""
@@ -24,7 +24,7 @@ DEGREES = (0.25, 180, 0.25)
 """At 0 and 180 themselves a change of the angle has no direction; 45, 90 and 135, where slopes vanish, are met."""
 ARROWS = tuple(range(10, 180, 20))
 LEAST = 1e-9
-COLOURS = {"exact": color(0), "cgd": INK, "caffe": color(1)}
+COLOURS = {"exact": colour(0), "cgd": INK, "caffe": colour(1)}
 LOOKS: dict[str, dict[str, Any]] = {  # widths that let one curve be seen under another
     "exact": {"color": COLOURS["exact"], "lw": 3.6},
     "cgd": {"color": COLOURS["cgd"], "lw": 1.8, "ls": (0, (5, 2))},

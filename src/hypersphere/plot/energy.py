@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from hypersphere.drawing import Floats, Ints, colour
 from hypersphere.errors import ArgumentError
-from hypersphere.plot.style import MUTED, color, new_figure, plain, styled
-from hypersphere.report.geometry import Floats, Ints
+from hypersphere.plot.style import MUTED, new_figure, plain, styled
 from hypersphere.runs import RunError, RunFolder
 from hypersphere.runs.read import Energies, Run, load_run
 
@@ -50,9 +50,9 @@ def energy_curves(runs: Sequence[Path]) -> Figure:
     for index, (name, members) in enumerate(groups.items()):
         several = f" ({len(members)} runs)" if len(members) > 1 else ""
         label = plain(name, 40) + several
-        _draw(left, [(one.steps, one.excess.sum(axis=1)) for one in members], color(index), label)
+        _draw(left, [(one.steps, one.excess.sum(axis=1)) for one in members], colour(index), label)
         shares = [(one.steps, (100 * one.excess / one.level).mean(axis=1)) for one in members]
-        _draw(right, shares, color(index), label)
+        _draw(right, shares, colour(index), label)
     right.axhline(100, color=MUTED, lw=1.0, ls=(0, (3, 1.6)))
     across = right.get_yaxis_transform()  # along the axes in x, data in y
     right.text(0.99, 100, "random directions", fontsize=7, va="bottom", ha="right", color=MUTED, transform=across)
@@ -97,7 +97,7 @@ def dynamics(runs: Sequence[Path], *, layers: bool = False) -> Figure:
     below = math.ceil(len(names) / COLUMNS)
     figure = new_figure(4.6 * max(len(panels), 2 if below else 1), 3.5 + 2.1 * below)
     parts: Any = figure.subfigures(2, 1, height_ratios=[3.5, 2.1 * below]) if below else [figure]
-    shades = {label: color(index) for index, label in enumerate(groups)}
+    shades = {label: colour(index) for index, label in enumerate(groups)}
     upper = parts[0].subplots(1, len(panels), squeeze=False)[0]
     for index, (axes, (title, unit, lines)) in enumerate(zip(upper, panels, strict=True)):
         _panel(axes, f"({'abc'[index]}) {title}", lines, shades)

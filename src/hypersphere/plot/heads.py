@@ -15,10 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from hypersphere.drawing import PALETTE, Floats, colour
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.losses import LambdaAnnealer, MarginSoftmax, Schedule, binary_margin
-from hypersphere.plot.style import FAINT, INK, MUTED, PALETTE, angle_axis, color, new_figure, styled
-from hypersphere.report.geometry import Floats
+from hypersphere.plot.style import FAINT, INK, MUTED, angle_axis, new_figure, styled
 
 POINTS = 361
 """Angles of a curve, every half degree; the boundaries take every other one."""
@@ -192,9 +192,9 @@ def _draw_psi(axes: Axes, found: Mapping[str, Curves], lambdas: Mapping[str, flo
     for index, (name, one) in enumerate(found.items()):
         hidden = sum(np.allclose(other.psi, one.psi) for other in list(found.values())[:index])
         # Equal curves would cover each other: the later ones leave gaps.
-        axes.plot(degrees, one.psi, color=color(index), label=name, ls=(0, (4, 4 * hidden)) if hidden else "-")
+        axes.plot(degrees, one.psi, color=colour(index), label=name, ls=(0, (4, 4 * hidden)) if hidden else "-")
         if lambdas[name] is not None:
-            axes.plot(degrees, one.annealed, color=color(index), ls=(0, (5, 1.5, 1, 1.5)), lw=1.3)
+            axes.plot(degrees, one.annealed, color=colour(index), ls=(0, (5, 1.5, 1, 1.5)), lw=1.3)
     angle_axis(axes, label=r"angle $\theta$ to the own class centre (degrees)")
     axes.set_ylabel(r"target value $\psi(\theta)$")
     axes.set_title(r"(a) Target functions")
@@ -204,10 +204,10 @@ def _draw_psi(axes: Axes, found: Mapping[str, Curves], lambdas: Mapping[str, flo
 def _draw_logits(axes: Axes, found: Mapping[str, Curves], norm_kept: bool, norm: float) -> None:
     for index, one in enumerate(found.values()):
         degrees = np.degrees(one.theta)
-        axes.plot(degrees, one.target, color=color(index))
+        axes.plot(degrees, one.target, color=colour(index))
         twins = [other for other in found.values() if np.allclose(other.other, one.other)]
         if twins[0] is one:  # a curve that several heads have in common belongs to none of them
-            shade = color(index) if len(twins) == 1 else INK
+            shade = colour(index) if len(twins) == 1 else INK
             axes.plot(degrees, one.other, color=shade, ls=(0, (3, 1.6)), lw=1.1)
     angle_axis(axes, label=r"angle $\theta$ to that class centre (degrees)")
     axes.set_ylabel("logit")
@@ -230,10 +230,10 @@ def _draw_plane(axes: Axes, found: Sequence[Curves], indices: Sequence[int], sma
         first, second = one.excess.T, one.excess  # rows of the picture are theta_2
         neither = -np.maximum(first, second)
         if (neither > 0).any():
-            axes.contourf(degrees, degrees, neither, levels=[0, np.inf], colors=[color(index)], alpha=0.25)
+            axes.contourf(degrees, degrees, neither, levels=[0, np.inf], colors=[colour(index)], alpha=0.25)
         for ahead in (first, second):
             if ahead.min() < 0 < ahead.max():
-                axes.contour(degrees, degrees, ahead, levels=[0], colors=[color(index)], linewidths=1.4)
+                axes.contour(degrees, degrees, ahead, levels=[0], colors=[colour(index)], linewidths=1.4)
     right_angle = math.degrees(THETA12)
     axes.plot([0, right_angle], [right_angle, 0], color=MUTED, lw=0.9, ls=(0, (1, 1.5)), zorder=3)
     for which in ("x", "y"):
@@ -255,7 +255,7 @@ def _margin_legend(axes: Axes, found: Mapping[str, Curves], lambdas: Mapping[str
     axes.axis("off")
     handles = [Line2D([], [], color="#9aa0a6", lw=3.5, alpha=0.6, label="cosine, no margin")]
     for index, (name, one) in enumerate(found.items()):
-        handles.append(Line2D([], [], color=color(index), lw=2.2, label=f"{name}: {_degrees(one)}"))
+        handles.append(Line2D([], [], color=colour(index), lw=2.2, label=f"{name}: {_degrees(one)}"))
     blended = {weight for weight in lambdas.values() if weight is not None}
     if blended:
         text = "annealed, as in (b) and (c): " + ", ".join(rf"$\lambda$ = {weight:g}" for weight in sorted(blended))
@@ -295,11 +295,11 @@ def schedule(head: MarginSoftmax, annealer: Schedule, steps: int, *, norm: float
     in_force = np.degrees([known[weight] for weight in weights.tolist()])
     figure = new_figure(8.0, 3.2)
     left, right = figure.subplots(1, 2)
-    left.plot(at, weights, color=color(0))
+    left.plot(at, weights, color=colour(0))
     left.set_yscale("log" if (weights > 0).all() else "linear")
     left.set_ylabel(r"annealer's weight $\lambda$")
     left.set_title("(a) Annealing")
-    right.plot(at, in_force, color=color(1), label="as annealed")
+    right.plot(at, in_force, color=colour(1), label="as annealed")
     right.axhline(math.degrees(full), color=MUTED, lw=1, ls=(0, (3, 1.6)), label="without annealing")
     right.set_ylim(0, max(1.0, 1.1 * math.degrees(full)))
     right.set_ylabel(r"margin at $\theta_{12} = 90°$ (degrees)")

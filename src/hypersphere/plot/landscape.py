@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from hypersphere.data import Dataset
 from hypersphere.data.splits import evaluation_batches
+from hypersphere.drawing import Floats, colour
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.landscape import Landscape, landscape
 from hypersphere.orthogonal import cached
-from hypersphere.plot.style import INK, MUTED, color, new_figure, plain, styled
-from hypersphere.report.geometry import Floats
+from hypersphere.plot.style import INK, MUTED, new_figure, plain, styled
 from hypersphere.runs import System
 
 COLOURS = "viridis"
@@ -147,7 +147,7 @@ def _curves(found: Sequence[Landscape], titles: Sequence[str], scales: dict[str,
         for index, (one, title) in enumerate(zip(found, titles, strict=True)):
             values = one.values[name].numpy()
             label = f"{plain(title)}: {_mean(scale, values)}"
-            axes.plot(one.coordinates, scale(values), color=color(index), label=label)
+            axes.plot(one.coordinates, scale(values), color=colour(index), label=label)
         axes.axvline(0, color=MUTED, lw=0.8, ls=(0, (3, 1.6)))
         axes.set_title(f"({'abcdefgh'[place]}) {name.capitalize()}")
         axes.set_xlabel(r"$\alpha$")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from hypersphere import angular as angulars
 from hypersphere.angular import Angular
+from hypersphere.drawing import PALETTE, Floats, colour
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.nn import Decoupled, Operator, operator, operators
-from hypersphere.plot.style import FAINT, INK, MUTED, PALETTE, angle_axis, color, new_figure, plain, styled
-from hypersphere.report.geometry import Floats
+from hypersphere.plot.style import FAINT, INK, MUTED, angle_axis, new_figure, plain, styled
 
 OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
 """Bounded ones first, then by growth; an operator that is not named here comes last."""
@@ -279,7 +279,7 @@ def plot_angle_step(norms: tuple[float, float] = (1.0, 2.0), step: float = 0.8) 
     figure = new_figure(5.6, 3.4)
     axes = figure.subplots()
     for index, size, bend in ((2, long, 0.62 * long), (1, short, 0.5 * short)):  # the short one on the long one
-        shade = color(index - 1)
+        shade = colour(index - 1)
         turned = math.degrees(math.atan(step / size))
         axes.add_patch(Circle((0, 0), size, fill=False, ec=MUTED, lw=0.9, ls=(0, (3, 1.6))))
         _arrow(axes, (0, 0), (size, 0), color=shade, lw=2.0)
@@ -365,7 +365,7 @@ def plot_parameters(model: nn.Module, layers: Sequence[str] | None = None) -> Fi
         for name, kind, values, start in group:
             axes = next(grid)
             shares, edges = np.histogram(values, BINS, (0, end))
-            axes.stairs(100 * shares / len(values), edges, fill=True, color=color(shade))
+            axes.stairs(100 * shares / len(values), edges, fill=True, color=colour(shade))
             axes.axvline(start, color=INK, lw=1.1, ls=(0, (3, 1.6)))
             axes.set_xlim(0, end)
             axes.set_title(f"{plain(name or type(model).__name__)}: {kind}", fontsize=9)

@@ -20,14 +20,12 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from hypersphere import diagnostics
+from hypersphere import diagnostics, drawing
+from hypersphere.drawing import MAX_CLASSES, MAX_POINTS, PALETTE, Floats, colour
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.geometry import norm
-from hypersphere.plot.style import FAINT, INK, MARKERS, MUTED, PALETTE, angle_axis, color, new_figure, plain, styled
-from hypersphere.report import geometry
-from hypersphere.report.figures import MAX_CLASSES, MAX_POINTS
-from hypersphere.report.geometry import Floats
+from hypersphere.plot.style import FAINT, INK, MARKERS, MUTED, angle_axis, new_figure, plain, styled
 from hypersphere.runs import RunError
 from hypersphere.runs.read import Features, Run, load_run
 
@@ -114,13 +112,13 @@ def _draw_features(axes: Axes, test: Features, shown: dict[str, Line2D]) -> str:
     classes = np.unique(test.labels)
     drawn = classes[:MAX_CLASSES]
     candidates = np.flatnonzero(np.isin(test.labels, drawn))
-    chosen = candidates[geometry.balanced_subset(test.labels[candidates], MAX_POINTS)]
+    chosen = candidates[drawing.balanced_subset(test.labels[candidates], MAX_POINTS)]
     view = _flat_view(test) if test.vectors.shape[1] == 2 else _sphere_view(test)
     _draw_ground(axes, view)
     # Sub-centre heads store several vectors a class, one class after the other.
     per_class = 1 if view.arrows is None else max(1, len(view.arrows) // max(1, len(test.names) or len(classes)))
     for label in map(int, drawn):
-        look: dict[str, Any] = {"marker": MARKERS[label // len(PALETTE) % len(MARKERS)], "color": color(label)}
+        look: dict[str, Any] = {"marker": MARKERS[label // len(PALETTE) % len(MARKERS)], "color": colour(label)}
         own = chosen[test.labels[chosen] == label]
         for back in (True, False):
             some = own[view.behind[own] == back]
@@ -132,28 +130,28 @@ def _draw_features(axes: Axes, test: Features, shown: dict[str, Line2D]) -> str:
         shown.setdefault(name, Line2D([], [], ls="", markersize=5, label=name, **look))
         if view.arrows is not None:
             for row in range(label * per_class, min((label + 1) * per_class, len(view.arrows))):
-                _arrow(axes, view.arrows[row], color(label), behind=bool(view.arrows_behind[row]))
+                _arrow(axes, view.arrows[row], colour(label), behind=bool(view.arrows_behind[row]))
     left_out = f"; {len(drawn)} of {len(classes)} classes" if len(drawn) < len(classes) else ""
     return view.note + left_out
 
 
 def _flat_view(test: Features) -> _View:
     length = float(np.linalg.norm(test.vectors, axis=1).mean()) or 1.0
-    arrows = None if test.weights is None else geometry.unit(test.weights)
+    arrows = None if test.weights is None else drawing.unit(test.weights)
     front = np.zeros(len(test.vectors), dtype=bool)
     note = rf"features / mean norm {length:.3g}, unit circle"
     return _View(test.vectors / length, front, arrows, np.zeros(0 if arrows is None else len(arrows), bool), None, note)
 
 
 def _sphere_view(test: Features) -> _View:
-    units = geometry.unit(test.vectors)
-    weights = None if test.weights is None else geometry.unit(test.weights)
+    units = drawing.unit(test.vectors)
+    weights = None if test.weights is None else drawing.unit(test.weights)
     dimension = units.shape[1]
     note = "directions of the 3-D features; paler: behind"
     if dimension > 3:
-        axes, kept = geometry.principal_axes(units, 3)
-        units = geometry.unit(units @ axes)
-        weights = None if weights is None else geometry.unit(weights @ axes)
+        axes, kept = drawing.principal_axes(units, 3)
+        units = drawing.unit(units @ axes)
+        weights = None if weights is None else drawing.unit(weights @ axes)
         note = f"{dimension}-D directions on 3 principal axes ({kept:.0%} of variance); paler: behind"
     frame = _clearest_view(units, test.labels)
     turned = units @ frame.T
@@ -170,7 +168,7 @@ def _sphere_view(test: Features) -> _View:
 
 def _clearest_view(units: Floats, labels: Any) -> Floats:
     """The rotation (rows: right, up, towards the reader) in which the class means are farthest apart on paper."""
-    means = geometry.unit(np.stack([units[labels == label].mean(axis=0) for label in np.unique(labels)]))
+    means = drawing.unit(np.stack([units[labels == label].mean(axis=0) for label in np.unique(labels)]))
     best, frame = -math.inf, np.eye(3)
     for index in range(VIEWS):
         # Points of a Fibonacci lattice are spread evenly over the sphere.
@@ -249,7 +247,7 @@ def _draw_pairs(axes: Axes, test: Features) -> None:
     """Shares of the angles of pairs of one class and of two classes."""
     positive, negative = diagnostics.pair_angles(torch.from_numpy(test.vectors), torch.from_numpy(test.labels))
     edges = np.arange(0, 180 + BIN_DEGREES, BIN_DEGREES)
-    for name, angles, shade in (("same class", positive, color(0)), ("two classes", negative, color(1))):
+    for name, angles, shade in (("same class", positive, colour(0)), ("two classes", negative, colour(1))):
         degrees = np.degrees(angles.numpy())
         shares = 100 * np.histogram(degrees, bins=edges)[0] / max(1, len(degrees))
         mean = f", mean {degrees.mean():.1f}°" if len(degrees) else ", none"

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from hypersphere.errors import ArgumentError
-from hypersphere.report.figures import PALETTE, color
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,18 +144,3 @@ def angle_axis(axes: Axes, which: str = "x", end: int = 180, step: int = 45, lab
         axes.set_yticks(ticks)
     if label is not None:
         (axes.set_xlabel if which == "x" else axes.set_ylabel)(label)
-
-
-__all__ = [
-    "FAINT",
-    "INK",
-    "MARKERS",
-    "MUTED",
-    "PALETTE",
-    "angle_axis",
-    "color",
-    "new_figure",
-    "plain",
-    "save",
-    "styled",
-]

@@ -10,21 +10,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hypersphere import drawing
+from hypersphere.drawing import MAX_CLASSES, MAX_POINTS, PALETTE, Floats, colour
 from hypersphere.evaluate import evaluations
-from hypersphere.report import geometry
-from hypersphere.report.geometry import Floats
 from hypersphere.runs.read import Energies, Features, Run
 
 Figure: TypeAlias = dict[str, Any]
 
-# The ten colours of M. A. Petroff (arXiv:2107.02270), made to be told apart with any colour vision; greys last.
-PALETTE = (
-    *("#3f90da", "#e76300", "#832db6", "#ffa90e", "#bd1f01"),
-    *("#a96b59", "#92dadd", "#b9ac70", "#94a4a2", "#717581"),
-)
 SYMBOLS = ("circle", "square", "cross")  # a further round through the palette has another shape
-MAX_POINTS = 2000
-MAX_CLASSES = 20
 MAX_CURVE_POINTS = 1000
 MAX_PAIR_FEATURES = 1000
 BIN_DEGREES = 2
@@ -57,11 +50,6 @@ class Curve:
     log: bool
 
 
-def color(index: int) -> str:
-    """The palette's colour of a class or run."""
-    return PALETTE[index % len(PALETTE)]
-
-
 def text(value: object) -> str:
     """A string from a file, so that Plotly shows it as it is: it would take tags for markup."""
     plain = str(value)
@@ -77,8 +65,8 @@ def sphere(features: Features) -> tuple[Figure, str]:
     """Test features by class on the circle or sphere, and a caption that says what is drawn."""
     shown_classes = np.unique(features.labels)[:MAX_CLASSES]
     candidates = np.flatnonzero(np.isin(features.labels, shown_classes))
-    chosen = candidates[geometry.balanced_subset(features.labels[candidates], MAX_POINTS)]
-    own_angles, _ = geometry.centre_angles(features.vectors, features.labels)
+    chosen = candidates[drawing.balanced_subset(features.labels[candidates], MAX_POINTS)]
+    own_angles, _ = drawing.centre_angles(features.vectors, features.labels)
     norms = np.linalg.norm(features.vectors, axis=1)
     points, weights, caption = _drawn_positions(features)
     flat = points.shape[1] == 2
@@ -86,7 +74,7 @@ def sphere(features: Features) -> tuple[Figure, str]:
     traces = [_circle(norms[chosen].max())] if flat else _globe()
     for label in map(int, shown_classes):
         members = chosen[features.labels[chosen] == label]
-        style = {"color": color(label), "symbol": SYMBOLS[label // len(PALETTE) % len(SYMBOLS)]}
+        style = {"color": colour(label), "symbol": SYMBOLS[label // len(PALETTE) % len(SYMBOLS)]}
         shared = kind | {"name": text(features.name(label)), "legendgroup": str(label)}
         traces.append(
             shared
@@ -107,8 +95,8 @@ def sphere(features: Features) -> tuple[Figure, str]:
                 | {
                     "mode": "lines+markers",
                     "showlegend": False,
-                    "line": {"color": color(label), "width": 2 if flat else 4},
-                    "marker": {"color": color(label), "symbol": "diamond", "size": [0, 11 if flat else 7]},
+                    "line": {"color": colour(label), "width": 2 if flat else 4},
+                    "marker": {"color": colour(label), "symbol": "diamond", "size": [0, 11 if flat else 7]},
                     "hovertemplate": "<b>%{fullData.name}</b><br>classifier weight<extra></extra>",
                 }
             )
@@ -159,13 +147,13 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
 
 def centre_histogram(features: Features) -> tuple[Figure, str]:
     """Angles of test features to their own and to the nearest other class centre."""
-    own, other = geometry.centre_angles(features.vectors, features.labels)
+    own, other = drawing.centre_angles(features.vectors, features.labels)
     return _histogram({"own centre": own, "nearest other centre": other})
 
 
 def pair_histogram(features: Features) -> tuple[Figure, str]:
     """Angles of genuine and impostor pairs of unseen classes."""
-    genuine, impostor = geometry.pair_angles(features.vectors, features.labels, MAX_PAIR_FEATURES)
+    genuine, impostor = drawing.pair_angles(features.vectors, features.labels, MAX_PAIR_FEATURES)
     return _histogram({"genuine pairs": genuine, "impostor pairs": impostor})
 
 
@@ -197,7 +185,7 @@ def layer_histograms(layers: Mapping[str, Floats]) -> tuple[Figure, str]:
         | {"showscale": False, "hovertemplate": f"{template}%{{z}} % of its kernels near %{{y}}<extra></extra>"},
         {"type": "scatter", "mode": "lines+markers", "name": "mean", "x": places, "customdata": names}
         | {"y": numbers(each.mean() for each in layers.values())}
-        | {"line": {"color": color(1), "width": 2}, "marker": {"color": color(1), "size": 6}}
+        | {"line": {"color": colour(1), "width": 2}, "marker": {"color": colour(1), "size": 6}}
         | {"showlegend": False, "hovertemplate": f"{template}mean %{{y}}<extra></extra>"},
     ]
     layout = plotly_layout(
@@ -246,7 +234,7 @@ def energy_sums(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     traces = [
         {"type": "scatter", "mode": "lines" if len(run.energies.steps) > 1 else "markers", "name": text(name)}
         | {"x": run.energies.steps.tolist(), "y": numbers(run.energies.excess.sum(axis=1), 5)}
-        | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
+        | {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index)}}
         | {"showlegend": len(runs) > 1, "hovertemplate": "%{y:.4~g}"}
         for index, (name, run) in enumerate(zip(names, runs, strict=True))
         if run.energies is not None
@@ -301,19 +289,19 @@ def filter_grid(filters: Floats) -> tuple[Figure, str]:
 
 def _drawn_positions(features: Features) -> tuple[Floats, Floats | None, str]:
     """Where features and classifier weights are drawn, and what the caption says about it."""
-    units = geometry.unit(features.vectors)
-    weights = None if features.weights is None else geometry.unit(features.weights)
+    units = drawing.unit(features.vectors)
+    weights = None if features.weights is None else drawing.unit(features.weights)
     dimension = units.shape[1]
     if dimension == 2:
         return features.vectors, weights, "The 2-D features as they are, with their lengths."
     if dimension == 3:
         return units, weights, "The 3-D features, scaled to unit length. Drag to turn."
-    axes, kept = geometry.principal_axes(units, 3)
+    axes, kept = drawing.principal_axes(units, 3)
     caption = (
         f"The {dimension}-D unit features on their first 3 principal axes, which keep {kept:.0%} of the variance, "
         "scaled back to unit length: what looks mixed here may be apart in the other dimensions. Drag to turn."
     )
-    return geometry.unit(units @ axes), None if weights is None else geometry.unit(weights @ axes), caption
+    return drawing.unit(units @ axes), None if weights is None else drawing.unit(weights @ axes), caption
 
 
 def coordinates(points: Floats) -> dict[str, list[float | None]]:
@@ -401,7 +389,7 @@ def _histogram(groups: dict[str, Floats]) -> tuple[Figure, str]:
         shares = 100 * np.histogram(angles, bins=edges)[0] / max(1, len(angles))
         traces.append(
             {"type": "bar", "name": name, "x0": BIN_DEGREES / 2, "dx": BIN_DEGREES, "y": numbers(shares)}
-            | {"marker": {"color": color(index)}, "opacity": 0.7}
+            | {"marker": {"color": colour(index)}, "opacity": 0.7}
             | {"hovertemplate": f"%{{y:.2f}} % within {BIN_DEGREES / 2:g}° of %{{x}}°<extra>%{{fullData.name}}</extra>"}
         )
     means = [f"{name} {angles.mean():.1f}°" for name, angles in groups.items() if len(angles)]
@@ -438,11 +426,11 @@ def _curve(
     traces = []
     for index, (name, all_rows) in enumerate(zip(names, rows_of_runs, strict=True)):
         rows = [row for row in all_rows if isinstance(row.get(key), int | float)]
-        rows = [rows[i] for i in geometry.evenly(len(rows), MAX_CURVE_POINTS)]
+        rows = [rows[i] for i in drawing.evenly(len(rows), MAX_CURVE_POINTS)]
         traces.append(
             {"type": "scatter", "mode": "lines" if len(rows) > 1 else "markers", "name": text(name)}
             | {"x": [row["step"] for row in rows], "y": numbers((scale * row[key] for row in rows), 5)}
-            | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
+            | {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index)}}
             | {"showlegend": False, "hovertemplate": "%{y:.4~g}"}
         )
     layout = plotly_layout(

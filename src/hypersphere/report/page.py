@@ -13,6 +13,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from hypersphere.drawing import colour
 from hypersphere.evaluate import MISSING, columns, table
 from hypersphere.report import figures
 from hypersphere.report.figures import Figure
@@ -178,7 +179,7 @@ def _further(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _swatch(index: int) -> str:
-    return f'<i class="swatch" style="background:{figures.color(index)}"></i>'
+    return f'<i class="swatch" style="background:{colour(index)}"></i>'
 
 
 def _status(run: Run) -> str:

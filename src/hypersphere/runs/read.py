@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hypersphere.drawing import Floats, Ints
 from hypersphere.runs import artefacts
 from hypersphere.runs.artefacts import ARTEFACT, RunError, layer_parts
 from hypersphere.runs.folder import RunFolder, read_json
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 FEATURES = "features.safetensors"
 """File of what an evaluation found."""

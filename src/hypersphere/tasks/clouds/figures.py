@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from hypersphere.drawing import Floats
 from hypersphere.report.figures import numbers, plotly_layout, text
-from hypersphere.report.geometry import Floats
 from hypersphere.report.sections import Artefacts, Picture, Section, figures
 
 COLUMNS = 6

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hypersphere.drawing import Floats, colour, evenly
 from hypersphere.metrics import Calibration, Verification, det, roc
-from hypersphere.report.figures import Figure, color, numbers, plotly_layout, plotly_legend
-from hypersphere.report.geometry import Floats, evenly
+from hypersphere.report.figures import Figure, numbers, plotly_layout, plotly_legend
 from hypersphere.report.page import frame, plot_box, titled_section, write_page
 from hypersphere.tasks.faces.data import Pairs
 
@@ -225,19 +225,19 @@ def _name(text: str) -> Figure:
 def _line(name: str, x: Floats, y: Floats, thresholds: Floats, index: int) -> Figure:
     return {"type": "scatter", "mode": "lines", "name": name, "x": numbers(x, 5), "y": numbers(y, 6)} | {
         "customdata": numbers(thresholds, 5),
-        "line": {"color": color(index), "width": 2},
+        "line": {"color": colour(index), "width": 2},
     }
 
 
 def _diamond(x: float, y: float, x_bars: Figure | None = None, y_bars: Figure | None = None) -> Figure:
     found: Figure = {"type": "scatter", "mode": "markers", "name": "threshold", "x": [x], "y": [y]}
-    found |= {"marker": {"color": color(1), "symbol": "diamond", "size": 11}, "hoverinfo": "name"}
+    found |= {"marker": {"color": colour(1), "symbol": "diamond", "size": 11}, "hoverinfo": "name"}
     return found | ({"error_x": x_bars} if x_bars else {}) | ({"error_y": y_bars} if y_bars else {})
 
 
 def _bars(line: Calibration, least: float) -> tuple[Figure, Figure]:
     """Intervals of FAR and TAR as bars around the threshold's point."""
-    style = {"color": color(1), "thickness": 1.5, "width": 4}
+    style = {"color": colour(1), "thickness": 1.5, "width": 4}
     far = max(line.far, least)
     low, high = (max(bound, least) for bound in line.far_interval)
     x = {"type": "data", "symmetric": False, "array": [high - far], "arrayminus": [far - low]}
@@ -295,7 +295,7 @@ def score_histogram(scores: Tensor, same: Tensor, line: Calibration) -> tuple[Fi
         shares = 100 * np.histogram(values[chosen], bins=edges)[0] / max(1, int(chosen.sum()))
         traces.append(
             {"type": "bar", "name": name, "x0": low + width / 2, "dx": width, "y": numbers(shares)}
-            | {"marker": {"color": color(index)}, "opacity": 0.7}
+            | {"marker": {"color": colour(index)}, "opacity": 0.7}
             | {"hovertemplate": "%{y:.2f} % near %{x:.3f}<extra>%{fullData.name}</extra>"}
         )
     means = f"genuine {values[genuine].mean():.3f}, impostor {values[~genuine].mean():.3f}"
@@ -323,7 +323,7 @@ def threshold_figure(scores: Tensor, same: Tensor, line: Calibration) -> tuple[F
     least = 0.5 / min(int(same.sum()), int((~same).sum()))
     traces = [
         {"type": "scatter", "mode": "lines", "name": name, "x": numbers(thresholds, 5)}
-        | {"y": numbers(np.where(rate > 0, 100 * rate, np.nan), 5), "line": {"color": color(index), "width": 2}}
+        | {"y": numbers(np.where(rate > 0, 100 * rate, np.nan), 5), "line": {"color": colour(index), "width": 2}}
         | {"hovertemplate": "%{y:.3~g} %"}
         for index, (name, rate) in enumerate((("FRR", frr), ("FAR", far)))
     ]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hypersphere.report.figures import Figure, color, numbers, plotly_layout, plotly_legend, text
+from hypersphere.drawing import colour
+from hypersphere.report.figures import Figure, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 TILE = 32
@@ -42,7 +43,7 @@ def accuracy_by_shots(curves: dict[str, NDArray[np.float64]]) -> Picture:
             {"type": "scatter", "mode": "lines+markers", "name": text(key)}
             | {"x": shots.astype(int).tolist(), "y": numbers(100 * accuracy), "showlegend": len(curves) > 1}
             | {"error_y": {"type": "data", "array": numbers(100 * interval), "thickness": 1.5, "width": 5}}
-            | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index), "size": 7}}
+            | {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index), "size": 7}}
             | {"hovertemplate": "%{y:.2f} ± %{error_y.array:.2f} %, %{x} shots<extra>%{fullData.name}</extra>"}
         )
     shown = sorted({int(shot) for curve in curves.values() for shot in curve[:, 0]})

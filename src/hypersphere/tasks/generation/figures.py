@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.report.figures import Figure, color, numbers, plotly_layout
+from hypersphere.drawing import colour
+from hypersphere.report.figures import Figure, numbers, plotly_layout
 from hypersphere.report.sections import Artefacts, Picture, Section, figures, png
 
 GAP = 1
@@ -72,7 +73,7 @@ def class_shares(shares: Any) -> Figure:
     """How often a classifier finds each class among generated images, and the share of equal ones."""
     even = 100 / len(shares)
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}
-    bars = {"type": "bar", "x": list(range(len(shares))), "y": numbers(100 * shares, 3), "marker": {"color": color(0)}}
+    bars = {"type": "bar", "x": list(range(len(shares))), "y": numbers(100 * shares, 3), "marker": {"color": colour(0)}}
     return {
         "data": [bars | {"hovertemplate": "class %{x}: %{y} %<extra></extra>"}],
         "layout": plotly_layout(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.report import geometry
-from hypersphere.report.figures import MAX_POINTS, Figure, color, coordinates, plotly_layout, plotly_legend, text
-from hypersphere.report.geometry import Floats, Ints
+from hypersphere import drawing
+from hypersphere.drawing import MAX_POINTS, Floats, Ints, colour
+from hypersphere.report.figures import Figure, coordinates, plotly_layout, plotly_legend, text
 from hypersphere.report.sections import Picture, Section, figures
 
 MAX_EDGES = 6000
@@ -24,13 +24,13 @@ def embedding(artefacts: Mapping[str, Any]) -> list[Picture]:
     """
     labels, predicted = (np.asarray(artefacts[key]).astype(np.int64) for key in ("labels", "predicted"))
     trained = np.asarray(artefacts["trained"]).astype(bool)
-    units = geometry.unit(np.asarray(artefacts["features"], dtype=np.float64))
+    units = drawing.unit(np.asarray(artefacts["features"], dtype=np.float64))
     centred = units - units.mean(0)  # a ReLU leaves one orthant, whose middle would be the first axis
-    axes, kept = geometry.principal_axes(centred, min(2, centred.shape[1]))
+    axes, kept = drawing.principal_axes(centred, min(2, centred.shape[1]))
     points = np.zeros((len(units), 2))
     points[:, : axes.shape[1]] = centred @ axes
     known = np.flatnonzero(labels >= 0)
-    shown = known[geometry.balanced_subset(labels[known], MAX_POINTS)]
+    shown = known[drawing.balanced_subset(labels[known], MAX_POINTS)]
     shown = np.union1d(shown, np.flatnonzero(trained & (labels >= 0)))
     names = bytes(np.asarray(artefacts["classes"]).astype(np.uint8)).decode().split("\n")
     edges, count = _between(np.asarray(artefacts["edges"]).astype(np.int64), shown, len(labels))
@@ -44,7 +44,7 @@ def embedding(artefacts: Mapping[str, Any]) -> list[Picture]:
         right = predicted[members] == label
         chosen = [names[index] if index < len(names) else str(index) for index in predicted[members]]
         style = {
-            "color": color(label),
+            "color": colour(label),
             "symbol": np.where(right, "circle", "x").tolist(),
             "size": np.where(trained[members], 11, 5).tolist(),
             "line": {"width": np.where(trained[members], 1.5, 0).tolist(), "color": "#888"},
@@ -70,7 +70,7 @@ def _between(edges: Ints, shown: Ints, nodes: int) -> tuple[Ints, int]:
     """The edges between nodes that are shown, evenly spaced ones where there are many, and how many there are."""
     drawn = np.isin(np.arange(nodes), shown)
     inner = edges[:, drawn[edges].all(0)]
-    return inner[:, geometry.evenly(inner.shape[1], MAX_EDGES)], inner.shape[1]
+    return inner[:, drawing.evenly(inner.shape[1], MAX_EDGES)], inner.shape[1]
 
 
 def _lines(points: Floats, edges: Ints) -> Floats:

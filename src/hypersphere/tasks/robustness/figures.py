@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hypersphere.report import geometry
-from hypersphere.report.figures import FRAME, Figure, color, coordinates, numbers, plotly_layout, plotly_legend, text
-from hypersphere.report.geometry import Floats
+from hypersphere import drawing
+from hypersphere.drawing import Floats, colour
+from hypersphere.report.figures import FRAME, Figure, coordinates, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.sections import Picture, Section, figures
 from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 
@@ -50,7 +50,7 @@ def _curve(found: Mapping[str, Any]) -> Picture:
         traces.append(
             {"type": "scatter", "mode": "lines+markers", "name": text(TITLES.get(name, name))}
             | {"x": numbers(budgets), "y": numbers(100 * found[f"curve_{name}"])}
-            | {"line": {"color": color(index), "width": 2}, "marker": {"color": color(index)}}
+            | {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index)}}
             | {"hovertemplate": "%{y:.1f} % right, budget %{x:.3~g} of 255<extra>%{fullData.name}</extra>"}
         )
         if f"transfer_{name}" in found:
@@ -58,7 +58,7 @@ def _curve(found: Mapping[str, Any]) -> Picture:
             traces.append(
                 {"type": "scatter", "mode": "markers", "name": text(f"{TITLES.get(name, name)}, transfer")}
                 | {"x": numbers([255 * budget]), "y": numbers([100 * value])}
-                | {"marker": {"color": color(index), "symbol": "diamond-open", "size": 11, "line": {"width": 2}}}
+                | {"marker": {"color": colour(index), "symbol": "diamond-open", "size": 11, "line": {"width": 2}}}
                 | {"hovertemplate": "%{y:.1f} % right, made by another model<extra>%{fullData.name}</extra>"}
             )
     layout = plotly_layout(
@@ -78,7 +78,7 @@ def _checks(values: Floats) -> Picture:
     titles = [CHECKS[name].title for name in metrics]
     trace = (
         {"type": "bar", "orientation": "h", "y": titles[::-1], "x": numbers([100 * v for v in metrics.values()][::-1])}
-        | {"marker": {"color": [color(1 if bad else 0) for bad, _ in said][::-1]}}
+        | {"marker": {"color": [colour(1 if bad else 0) for bad, _ in said][::-1]}}
         | {"customdata": [words for _, words in said][::-1], "hovertemplate": "%{customdata}<extra></extra>"}
     )
     layout = plotly_layout(
@@ -102,7 +102,7 @@ def _features(found: Mapping[str, Any], names: list[str]) -> list[Picture]:
     dimension, drawn = natural.shape[1], f"The 2-D features of {len(labels)} test images"
     if dimension != 2:
         middle = natural.mean(0)
-        axes, kept = geometry.principal_axes(natural - middle, min(2, dimension))
+        axes, kept = drawing.principal_axes(natural - middle, min(2, dimension))
         blank = ((0, 0), (0, 2 - axes.shape[1]))
         natural, adversarial = (np.pad((points - middle) @ axes, blank) for points in (natural, adversarial))
         drawn = (
@@ -128,7 +128,7 @@ def _features(found: Mapping[str, Any], names: list[str]) -> list[Picture]:
         traces = [
             {"type": "scatter", "mode": "markers", "name": text(names[label] if label < len(names) else label)}
             | coordinates(points[labels == label])
-            | {"marker": {"color": color(label), "size": 5} | {"symbol": _symbols(wrong[labels == label])}}
+            | {"marker": {"color": colour(label), "size": 5} | {"symbol": _symbols(wrong[labels == label])}}
             | {"hovertemplate": "<b>%{fullData.name}</b><extra></extra>"}
             for label in map(int, np.unique(labels))
         ]
@@ -190,7 +190,7 @@ def _deepfool(found: Mapping[str, Any]) -> Picture:
         traces.append(
             {"type": "scatter", "mode": "lines", "name": title, "yaxis": axis, "y": numbers(sizes)}
             | {"x": numbers(100 * (np.arange(len(sizes)) + 0.5) / len(sizes))}
-            | {"line": {"color": color(index), "width": 2, "dash": "solid" if norm == "l2" else "dot"}}
+            | {"line": {"color": colour(index), "width": 2, "dash": "solid" if norm == "l2" else "dot"}}
             | {"hovertemplate": "%{x:.0f} % of the images need less than %{y:.3~g}<extra>%{fullData.name}</extra>"}
         )
     layout = plotly_layout(

@@ -1,4 +1,4 @@
-"""What the report draws: angles in degrees, subsets that are small enough, projections."""
+"""What pictures of any kind share: colours, subsets that are small enough, angles in degrees, projections."""
 
 from __future__ import annotations
 
@@ -11,8 +11,28 @@ from numpy.typing import NDArray
 from hypersphere.geometry import angle_matrix, arccos, normalise
 from hypersphere.metrics import class_centres, pair_scores
 
+# The ten colours of M. A. Petroff (arXiv:2107.02270), made to be told apart with any colour vision; greys last.
+PALETTE = (
+    *("#3f90da", "#e76300", "#832db6", "#ffa90e", "#bd1f01"),
+    *("#a96b59", "#92dadd", "#b9ac70", "#94a4a2", "#717581"),
+)
+MAX_POINTS = 2000
+"""Most features of a picture."""
+MAX_CLASSES = 20
+"""Most classes of a picture."""
+
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
+
+
+def colour(index: int) -> str:
+    """The palette's colour of a class or run; after the last one the first again.
+
+    Example:
+        >>> colour(0) == colour(10)
+        True
+    """
+    return PALETTE[index % len(PALETTE)]
 
 
 def unit(vectors: Floats) -> Floats:
