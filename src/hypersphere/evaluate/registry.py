@@ -106,9 +106,8 @@ class Evaluations(Registry[dict[str, float]]):
         return declare
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Everything that is declared, in the order of registration."""
-        self._read()
-        return tuple(metric for entry in self.entries() for metric in self._metrics[entry.name])
+        """Everything that is declared, by evaluation."""
+        return tuple(metric for name in self for metric in self._metrics[name])
 
     def metric(self, name: str) -> Metric:
         """How a metric is shown: as declared, by the pattern that says most of its name, or under its own name.
