@@ -1,6 +1,7 @@
 """Heads: the options that every member shares, bad input, and numbers at the edges."""
 
 import copy
+import dataclasses
 import inspect
 import math
 import os
@@ -232,7 +233,7 @@ def test_class_weights_are_those_of_cross_entropy():
     head = build("softmax", class_weights=[1.0, 0.5, 2.0, 0.0, 3.0])
     x = features()
     for reduction in ("mean", "sum", "none"):
-        head.reduction = reduction
+        head.spec = dataclasses.replace(head.spec, reduction=reduction)
         wanted = F.cross_entropy(head.logits(x), Y, weight=head.class_weights, reduction=reduction)
         torch.testing.assert_close(head(x, Y), wanted)
 
@@ -282,7 +283,7 @@ def test_probability_floor(name, smoothing):
     for key, gradient in gradients(head, found, x).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-7, atol=1e-9, msg=key)
     assert found.max() <= -math.log(0.01)
-    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\) with probability_floor, got shares"):
+    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\) with probability_floor, got soft labels"):
         head(x, shares)
 
 
@@ -330,7 +331,7 @@ def test_probability_floor_of_the_released_code():
 def test_one_hot_shares_are_hard_labels(name, smoothing):
     options = {"label_smoothing": smoothing} if name in SOFTMAX else {}
     head = build(name, **options).double().eval()
-    head.reduction = "none"
+    head.spec = dataclasses.replace(head.spec, reduction="none")
     x = features(dtype=torch.float64).requires_grad_()
     hard, soft = head(x, Y), head(x, F.one_hot(Y, C).double())
     torch.testing.assert_close(soft, hard, rtol=1e-9, atol=1e-9)
@@ -359,7 +360,7 @@ def test_curricularface_compares_with_the_expected_own_cosine():
     own = (shares * cosines).sum(1, keepdim=True)
     hard = cosines > (own.acos() + 0.5).cos()
     other = 4 * torch.where(hard, cosines * (0.4 + cosines), cosines)
-    target = 4 * head.psi_function(cosines, m=0.5)
+    target = 4 * head.spec.psi(cosines, m=0.5)
     loss = 0
     for j in range(C):
         logits = other.clone()
@@ -373,7 +374,7 @@ def test_shares_are_those_of_cross_entropy():
     x = features()
     shares = F.softmax(features(len(Y), C, 3), 1)
     for reduction in ("mean", "sum", "none"):
-        head.reduction = reduction
+        head.spec = dataclasses.replace(head.spec, reduction=reduction)
         torch.testing.assert_close(head(x, shares), F.cross_entropy(head.logits(x), shares, reduction=reduction))
     head = build("softmax", label_smoothing=0.1)
     torch.testing.assert_close(head(x, shares), F.cross_entropy(head.logits(x), shares, label_smoothing=0.1))
@@ -382,7 +383,7 @@ def test_shares_are_those_of_cross_entropy():
 @pytest.mark.parametrize("name", ["contrastive", "center", "triplet", "a-softmax"])
 def test_members_that_need_one_class(name):
     head = build(name, **({"gradient": "caffe"} if name == "a-softmax" else {}))
-    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\), got shares of shape \(6, 5\)$"):
+    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\), got soft labels of shape \(6, 5\)$"):
         head(features(), torch.full((6, C), 1 / C))
 
 
@@ -440,7 +441,7 @@ def test_reductions_of_the_triplet_loss():
 def test_gradient_modes_change_no_value(name, gradient):
     x = features().requires_grad_()
     head = build(name, gradient=gradient)
-    if gradient == "caffe" and head.unit_weights:
+    if gradient == "caffe" and head.spec.unit_weights:
         # It keeps its weights at unit length; so must the others, to be compared.
         head(x, Y)
         assert torch.allclose(head.weight.norm(dim=1), torch.ones(len(head.weight)))
@@ -562,14 +563,14 @@ def test_added_classes(name):
     torch.testing.assert_close(head.logits(x)[:, :C], logits)
     assert torch.equal(head.weight[: len(before)], before)
     fresh = head.weight[len(before) :].detach()
-    assert len(fresh) == 3 * head.centres and (fresh.norm(dim=1) > 0).all()
+    assert len(fresh) == 3 * head.subcentres and (fresh.norm(dim=1) > 0).all()
     assert 0.5 < fresh.norm(dim=1).mean() / before.norm(dim=1).mean() < 2
     y = torch.tensor([0, 5, 6, 7, 5, 7])
     head.train()(x.requires_grad_(), y).backward()
     if name == "triplet":
         assert not list(head.parameters())
     else:
-        assert (head.weight.grad[-3 * head.centres :].norm(dim=1) > 0).any()
+        assert (head.weight.grad[-3 * head.subcentres :].norm(dim=1) > 0).any()
     # Shapes are those of a head that was built with so many classes.
     built = {key: value.shape for key, value in build(name, classes=C + 3).state_dict().items()}
     assert {key: value.shape for key, value in head.state_dict().items()} == built
@@ -595,7 +596,7 @@ def test_added_classes_continue_what_is_given_per_class_and_can_have_features():
 
 def test_cleaning_with_sub_centres():
     """Two classes of two centres each; of the first, most samples lie at the second centre."""
-    head = build("subcenter-arcface", dim=3, classes=2, centres=2, m=0.1)
+    head = build("subcenter-arcface", dim=3, classes=2, k=2, m=0.1)
     rows = torch.tensor([[1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [-1.0, 0, 0]])
     head.weight.data.copy_(rows)
     near = [[0.1, 1, 0], [0, 1, 0.2], [0, 5, 0]]
@@ -764,9 +765,9 @@ def test_checks_of_values_are_made_on_the_cpu_or_on_request(monkeypatch):
             return torch.device("cuda")
 
     wrong = torch.tensor([0, 9]).as_subclass(Elsewhere)
-    build("arcface")._check(torch.ones(2, D), wrong)  # nothing is read from the device
+    build("arcface").check(torch.ones(2, D), wrong)  # nothing is read from the device
     with pytest.raises(ArgumentError, match=r"^labels must lie in"):
-        build("arcface", validate=True)._check(torch.ones(2, D), wrong)
+        build("arcface", validate=True).check(torch.ones(2, D), wrong)
     with pytest.raises(ArgumentError, match=r"^features must be finite"):
         build("arcface", validate=True)(torch.full((1, D), math.nan), torch.tensor([0]))
 
@@ -816,7 +817,7 @@ def test_scores_check_their_features(name):
         ("magface", {"norms": (5.0, 5.0)}, r"^norms must be two increasing numbers above 0, got \(5\.0, 5\.0\)$"),
         ("adaface", {"rate": 2.0}, r"^rate must be at least 0 and at most 1, got 2\.0$"),
         ("curricularface", {"rate": -1.0}, r"^rate must be at least 0 and at most 1, got -1\.0$"),
-        ("subcenter-arcface", {"centres": 0}, r"^centres must be at least 1, got 0$"),
+        ("subcenter-arcface", {"k": 0}, r"^k must be at least 1, got 0$"),
         ("hinge", {"power": 3}, r"^power must be at least 1 and at most 2, got 3$"),
         ("contrastive", {"m": torch.ones(C)}, r"^m must be a number, got Tensor$"),
         ("triplet", {"m": "far"}, r"^m must be a number, got str$"),
@@ -911,7 +912,7 @@ def test_finite_value_and_gradient(name, options, case):
 def test_finite_with_a_zero_weight(name, options):
     for path in paths(name):
         head = build(name, **options, **on_path(name, path))
-        head.weight.data[2 * head.centres : 3 * head.centres] = 0
+        head.weight.data[2 * head.subcentres : 3 * head.subcentres] = 0
         x = features().requires_grad_()
         assert_finite(head, x, head(x, Y))
 

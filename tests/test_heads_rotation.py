@@ -1,6 +1,7 @@
 """Heads that learn a rotation of fixed class vectors in place of the class weights."""
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -13,7 +14,7 @@ from torch import nn
 import hypersphere as hs
 from hypersphere import recipe
 from hypersphere.errors import ArgumentError
-from hypersphere.losses import ClassRotation, losses, memory_estimate
+from hypersphere.losses import Batch, ClassRotation, losses, memory_estimate
 from hypersphere.registry import UnknownNameError
 from hypersphere.runs import RunFolder
 from hypersphere.sections.regularisers import output_layer
@@ -108,7 +109,7 @@ def test_the_gradient_by_the_rotation_is_that_of_the_turned_weights(name):
     # dL/dR = (dL/dW)^T V, through the closed form of R by numeric differences
     by_matrix = plain.weight.grad.T @ head.weight.detach()
     if name == "sphereface-plus":  # the energy of all classes does not change as they turn
-        energy = torch.autograd.grad(plain._penalty(x, x.norm(dim=1), Y, None).mean(), plain.weight)[0]
+        energy = torch.autograd.grad(plain.penalty(Batch.of(x, Y)).mean(), plain.weight)[0]
         by_matrix = (plain.weight.grad - energy).T @ head.weight.detach()
     if head.bias is not None:
         torch.testing.assert_close(head.bias.grad, plain.bias.grad)
@@ -324,7 +325,7 @@ def test_centres_and_added_classes():
 
 
 def test_several_centres():
-    head = build("subcenter-arcface", centres=2)
+    head = build("subcenter-arcface", k=2)
     plain, x = learned(head), features()
     torch.testing.assert_close(head.dominant_weight(x, Y), plain.dominant_weight(x, Y))
     assert torch.equal(head.clean(x, Y), plain.clean(x, Y))
@@ -442,7 +443,7 @@ class TestOnGPU:
         head = build("cosface", 64, 3000, s=30.0, path=path, dtype=torch.float32, **options).cuda()
         x, y = 4 * features(48, 64, dtype=torch.float32).cuda(), torch.arange(0, 3000, 62, device="cuda")[:48]
         wide = copy.deepcopy(head).cpu().double()
-        wide._path = "dense"
+        wide.spec = dataclasses.replace(wide.spec, path="dense")
         leaf = x.cpu().double().requires_grad_()
         loss = wide(leaf, y.cpu())
         loss.backward()

@@ -1,6 +1,7 @@
 """Heads against published numbers, plain float64 losses, another library and their invariances."""
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -291,7 +292,9 @@ def test_published_heads_of_every_angular_function(g):
     ]
     assert [filled(head, w)(x, y).item() for head in heads] == pytest.approx(V9[g], rel=1e-10)
     psi = heads[2].psi(tensor([0.5, 1.0, 2.0]))
-    torch.testing.assert_close(heads[2].eta(tensor([0.5, 1.0])), heads[2].g(tensor([0.5, 1.0])), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        heads[2].eta(tensor([0.5, 1.0])), heads[2].spec.g(tensor([0.5, 1.0])), rtol=0, atol=1e-14
+    )
     assert psi[1].item() == pytest.approx({"linear": -1.54647908947, "cosine": -1.34635637914}.get(g, -1.16137739979))
     _, (features, weight) = gradients(heads[2], x, y)
     row, norm = V9_GRADIENTS[g]
@@ -667,7 +670,7 @@ BOTH_PATHS = [(case, path) for case in CASES for path in ("dense", "chunked") if
 @seeds
 def test_members_against_plain_losses(case, path, seed):
     head, x, y, generator = draw(seed, case)
-    head._path, head.reduction = path, "none"
+    head.spec = dataclasses.replace(head.spec, path=path, reduction="none")
     parameters = {"weight": head.weight} | dict(head.named_parameters())
     leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     features, inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -813,7 +816,7 @@ PML = {
     # Their temperature is the inverse of a scale that is not trained.
     "normface": ({"s": 20.0, "learn_scale": False}, lambda theirs: theirs.NormalizedSoftmaxLoss(5, 6, 0.05)),
     "subcenter-arcface": (
-        {"s": 32.0, "m": 0.4, "centres": 2, "beyond": "fallback"},
+        {"s": 32.0, "m": 0.4, "k": 2, "beyond": "fallback"},
         lambda theirs: theirs.SubCenterArcFaceLoss(
             num_classes=5, embedding_size=6, margin=math.degrees(0.4), scale=32, sub_centers=2
         ),
@@ -898,7 +901,7 @@ SAME = [
     *[("sphereface-r", {**S, "m": 1, "version": v, **EXACT}, "s-softmax", S, v != "v2") for v in ("v0", "v1", "v2")],
     ("sphereface-r", {"m": 2.5, "version": "v0", "feature_norm": "none", **EXACT}, "a-softmax", {"m": 2.5}, True),
     ("sphereface-r", {**S, "m": 1.4, "version": "v0"}, "m-softmax", {**S, "m": 1.4}, True),
-    ("subcenter-arcface", {**S, "centres": 1}, "arcface", S, True),
+    ("subcenter-arcface", {**S, "k": 1}, "arcface", S, True),
     ("adaface", {**S, "h": 0.0}, "cosface", {**S, "m": 0.4}, False),
     ("magface", {**S, "m": (0.5, 0.5), "norm_weight": 0.0}, "arcface", S, False),
     ("sphereface-plus", {"energy_weight": 0.0}, "a-softmax", {}, True),
@@ -1042,7 +1045,7 @@ def test_targets_of_every_member_fall_with_the_angle(name):
     for norm in (None, 0.1, 15.0, 60.0, 200.0):
         psi = head.psi(THETA, norm=norm)
         assert (psi.diff() <= 1e-13).all()
-        assert (psi <= head.g(THETA) + 1e-13).all()
+        assert (psi <= head.spec.g(THETA) + 1e-13).all()
 
 
 @pytest.mark.parametrize("beyond", ["easy", "raw"])
@@ -1095,9 +1098,9 @@ def test_values_of_other_classes():
     curricular.progress.fill_(0.5)
     theta = tensor([0.5, 1.0, 1.5])
     c, limit = theta.cos(), math.cos(0.8 + 0.5)
-    torch.testing.assert_close(curricular.eta(theta, own=math.cos(0.8)), torch.where(c > limit, c * (0.5 + c), c))
+    torch.testing.assert_close(curricular.eta(theta, target=math.cos(0.8)), torch.where(c > limit, c * (0.5 + c), c))
     # The threshold rises again past pi: a class at 3.0 is below cos(3.5), one at 2.7 above.
-    assert curricular.eta(tensor([3.0, 2.7]), own=math.cos(3.0)).tolist() == pytest.approx(
+    assert curricular.eta(tensor([3.0, 2.7]), target=math.cos(3.0)).tolist() == pytest.approx(
         [math.cos(3.0), math.cos(2.7) * (0.5 + math.cos(2.7))]
     )
     by_class = losses.create("arcface", 4, 4, m=PER_CLASS)
@@ -1258,7 +1261,7 @@ def test_a_zero_feature_has_no_preference():
     for head in (ASoftmax(6, 3), Softmax(6, 3), ArcFace(6, 3, m=0.0)):
         loss, (features, *_) = gradients(head, zero, torch.tensor([1]))
         assert loss.item() == pytest.approx(math.log(3), rel=1e-6)
-        if head.unit_weights:
+        if head.spec.unit_weights:
             assert (features == 0).all()
     # At a right angle to everything the additive margin still counts.
     loss, _ = gradients(ArcFace(6, 3, s=4.0, m=0.5), zero, torch.tensor([1]))
@@ -1323,7 +1326,7 @@ def test_running_centres_move_in_training_only(name):
 @every
 def test_parameters(case):
     head = build(case, 6, 4)
-    rows = 4 * head.centres
+    rows = 4 * head.subcentres
     assert head.weight.shape == (rows, 6)
     names = {
         "bias": head.bias is not None,

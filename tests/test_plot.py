@@ -73,9 +73,9 @@ def test_every_loss_with_a_target_function_is_drawn(name):
     # The head's own training path is the reference: margin_logits of features at these angles.
     with torch.no_grad():
         one.weight.zero_()
-        one.weight[:: one.centres] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-        if one.centres > 1:
-            one.weight.copy_(one.weight[:: one.centres].repeat_interleave(one.centres, 0))
+        one.weight[:: one.subcentres] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        if one.subcentres > 1:
+            one.weight.copy_(one.weight[:: one.subcentres].repeat_interleave(one.subcentres, 0))
         inner = THETA[5:-5]
         x = torch.from_numpy(25 * np.stack([np.cos(inner), -np.sin(inner)], 1)).float()
         found = one.margin_logits(x, torch.zeros(len(x), dtype=torch.int64))[:, 0]

@@ -63,6 +63,12 @@ def test_a_recorded_hash_is_recognised_with_and_without_its_seed():
     assert plan.matches(recipe.load("digits-arcface", ["seed=4"]).hash_without_seed)
 
 
+def test_an_option_with_a_new_name_keeps_its_hash():
+    old, new = (recipe.load("digits-64", ["loss.name=subcenter-arcface", f"loss.{key}=2"]) for key in ("centres", "k"))
+    assert old.to_yaml() == new.to_yaml() and new.loss.options["k"] == 2
+    assert new.hash == "5341204be6fe"  # as it was under the old name
+
+
 @pytest.fixture
 def member():
     """Registers an energy of which a test may have several versions."""

@@ -44,7 +44,7 @@ def margin_in_degrees(head: MarginSoftmax, between: float = 90.0) -> float:
     theta = math.radians(between)
 
     def ahead(own: torch.Tensor) -> torch.Tensor:
-        return head.psi(own) - head.eta(theta - own, own=math.cos(float(own)))
+        return head.psi(own) - head.eta(theta - own, target=math.cos(float(own)))
 
     with torch.no_grad():
         return math.degrees(binary_margin(ahead, theta, torch.zeros_like))

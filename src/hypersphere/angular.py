@@ -19,20 +19,18 @@ from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import arccos, arccos_slope, at_least_float32, safe_sqrt
 from hypersphere.registry import Registry
 
-angulars: Registry[Angular] = Registry("angular function")
-
 _STEP = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 """Distance from 1 at which an inverse stops."""
 
 
-def create(name: str | Angular, **options: Any) -> Angular:
-    """Build an angular function by name; an instance is passed through.
+def create(name: str | Mapping[str, Any] | Angular, **options: Any) -> Angular:
+    """Build an angular function by name, or from a mapping of its name and options; an instance is passed through.
 
     Example:
-        >>> create("sigmoid", k=0.7)
-        Sigmoid(k=0.7)
+        >>> create("sigmoid", k=0.7), create({"name": "sigmoid", "k": 0.7})
+        (Sigmoid(k=0.7), Sigmoid(k=0.7))
     """
-    return name if isinstance(name, Angular) else angulars.create(name, **options)
+    return angulars.resolve(name, **options)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,9 @@ class Angular:
     def slope_at(self, values: Tensor, cosines: Tensor) -> Tensor:
         """Derivative by the cosine where the function takes these values, at these cosines; same shape."""
         return self.slope_of_cosine(cosines)
+
+
+angulars: Registry[Angular] = Registry("angular function", kind=Angular)
 
 
 @angulars.register("cosine", aliases=("cos",))

@@ -1,6 +1,6 @@
-r"""Margins: what a head puts in place of :math:`\cos\theta_y` for the class that a sample belongs to.
+r"""Margins: what a head puts in place of :math:`\cos\theta_y` for the target, the class that a sample belongs to.
 
-A margin maps the angle to the own class centre to a smaller target value :math:`\psi(\theta) \le \cos\theta`, so that
+A margin maps the angle to the target's weight to a smaller target value :math:`\psi(\theta) \le \cos\theta`, so that
 training goes on until the class is tighter than correct classification alone needs. Margins act on ``(B,)`` target
 values only: their cost does not depend on the number of classes.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -36,19 +36,17 @@ from hypersphere.registry import Registry
 Parameter: TypeAlias = float | Tensor
 """A margin's size: one number, or a tensor that broadcasts against the target values."""
 
-margins: Registry[Margin] = Registry("margin")
-
 BEYOND = ("clip", "raw", "fallback", "easy")
 
 
-def create(name: str | Margin, **options: Any) -> Margin:
-    """Build a margin by name; an instance is passed through.
+def create(name: str | Mapping[str, Any] | Margin, **options: Any) -> Margin:
+    """Build a margin by name, or from a mapping of its name and options; an instance is passed through.
 
     Example:
-        >>> create("additive-angle", beyond="easy")
-        AdditiveAngle(beyond='easy')
+        >>> create("additive-angle", beyond="easy"), create({"name": "additive-angle", "beyond": "easy"})
+        (AdditiveAngle(beyond='easy'), AdditiveAngle(beyond='easy'))
     """
-    return name if isinstance(name, Margin) else margins.create(name, **options)
+    return margins.resolve(name, **options)
 
 
 def register(name: str, psi: Callable[..., Tensor]) -> None:
@@ -89,6 +87,14 @@ class Margin:
     def check(self, **m: float) -> None:
         """Raise :class:`ArgumentError` for a size that the margin does not allow."""
 
+    def of(self, g: Angular) -> Margin:
+        """The same margin of the angular function of a head, where it has none of its own."""
+        return self
+
+
+margins: Registry[Margin] = Registry("margin", kind=Margin)
+_COSINE = Cosine()  # where none is given: another cosine is a choice
+
 
 @margins.register("none")
 @dataclass(frozen=True)
@@ -96,17 +102,21 @@ class NoMargin(Margin):
     r"""No margin: :math:`\psi = g`.
 
     Args:
-        g: Angular function, by name or as an instance.
+        g: Angular function, by name or as an instance; by default that of the head, or the cosine.
 
     Example:
         >>> NoMargin()(torch.tensor(0.5))
         tensor(0.5000)
     """
 
-    g: Angular = field(default_factory=Cosine)
+    g: Angular = _COSINE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "g", angular.create(self.g))
+
+    def of(self, g: Angular) -> Margin:
+        """The same of the angular function of a head, where it has none of its own."""
+        return replace(self, g=g) if self.g is _COSINE else self
 
     def psi(self, theta: Tensor, **m: Any) -> Tensor:
         """Value of g."""
@@ -128,19 +138,23 @@ class Multiplicative(Margin):
     and the slope is finite everywhere. ``m >= 1``; 1 is no margin. Values lie in [1 - 2m, 1].
 
     Args:
-        g: Angular function, by name or as an instance.
+        g: Angular function, by name or as an instance; by default that of the head, or the cosine.
 
     Example:
         >>> Multiplicative()(torch.tensor([1.0, 0.0, -1.0]), m=4)
         tensor([ 1., -3., -7.])
     """
 
-    g: Angular = field(default_factory=Cosine)
+    g: Angular = _COSINE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "g", angular.create(self.g))
         if isinstance(self.g, angular.Linear) and self.g != angular.Linear():
             raise ArgumentError("g", f"must fall from 1 to -1 to be extended beyond pi, got {self.g}")
+
+    def of(self, g: Angular) -> Margin:
+        """The same of the angular function of a head, where it has none of its own."""
+        return replace(self, g=g) if self.g is _COSINE else self
 
     def check(self, **m: float) -> None:
         """At least 1."""

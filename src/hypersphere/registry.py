@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -106,9 +107,23 @@ class Entry(Generic[T]):
         owners = reversed(getattr(self.factory, "__mro__", (self.factory,)))
         return {key: value for owner in owners for key, value in vars(owner).get("later_options", {}).items()}
 
-    def check(self, options: Iterable[str]) -> None:
-        """Raise :class:`ArgumentError` for the first option that the factory does not take."""
-        known = [option.name for option in self.options]
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Options that had another name when results were recorded: the old name and the one of today.
+
+        A factory says so in ``renamed_options`` beside its signature. Recipes may have either name, and their hash is
+        that of the old one.
+        """
+        return dict(getattr(self.factory, "renamed_options", {}))
+
+    def check(self, options: Iterable[str], *, called: bool = False) -> None:
+        """Raise :class:`ArgumentError` for the first option that the factory does not take.
+
+        Args:
+            options: Names of options.
+            called: Whether the arguments that the calling code supplies may be among them.
+        """
+        known = [*(self.positional if called else ()), *(option.name for option in self.options)]
         for option in options:
             if option not in known:
                 allowed = f"allowed: {', '.join(known)}" if known else "it has no options"
@@ -249,13 +264,14 @@ class Registry(Generic[T]):
         self._read()
         return len(self._entries)
 
-    def canonical(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options under their own names."""
+    def canonical(self, options: Mapping[str, Any], entry: Entry[T] | None = None) -> dict[str, Any]:
+        """Options under their own names, those of today of an entry."""
+        aliases = self.option_aliases | (entry.renamed if entry is not None else {})
         found: dict[str, Any] = {}
         for given, value in options.items():
-            option = self.option_aliases.get(given, given)
+            option = aliases.get(given, given)
             if option in found:
-                other = next(name for name, own in self.option_aliases.items() if own == option)
+                other = next(name for name, own in aliases.items() if own == option)
                 raise ArgumentError(other, f"is another name of {option!r}: give one of them")
             found[option] = value
         return found
@@ -263,9 +279,26 @@ class Registry(Generic[T]):
     def create(self, name: str, *args: Any, **options: Any) -> T:
         """Build the entry called ``name``; ``args`` are the family's positional arguments."""
         entry = self[name]
-        options = self.canonical(options)
+        options = self.canonical(options, entry)
         entry.check(option for option in options if option not in self.positional)
         return entry.factory(*args, **options)
+
+    def resolve(self, given: str | Mapping[str, Any] | T, **options: Any) -> T:
+        """A member given by its name, as a mapping of its name and options, or as it is.
+
+        Example:
+            >>> shapes = Registry[float]("shape")
+            >>> _ = shapes.register("square")(lambda side=1.0: side**2)
+            >>> shapes.resolve("square"), shapes.resolve({"name": "square", "side": 3.0}), shapes.resolve(2.0)
+            (1.0, 9.0, 2.0)
+        """
+        if isinstance(given, Mapping):
+            if "name" not in given:
+                raise ArgumentError("name", f"must be given: the name of the {self.family}, got {dict(given)}")
+            return self.create(**given, **options)
+        if isinstance(given, self.kind or object) and not isinstance(given, str):
+            return given
+        return self.create(typing.cast(str, given), **options)
 
 
 _ALL: WeakSet[Registry[Any]] = WeakSet()

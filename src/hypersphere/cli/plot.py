@@ -293,8 +293,8 @@ def _head(name: str, options: Sequence[str]) -> MarginSoftmax:
 def _label(name: str, head: MarginSoftmax, options: Sequence[str]) -> str:
     """The name with the given options and the margins."""
     shown = dict(option.split("=", 1) for option in options)
-    if type(head.psi_function) is not NoMargin:  # a subclass says that the margin is elsewhere
-        for key in head._margin_names:
+    if type(head.spec.psi) is not NoMargin:  # a subclass says that the margin is elsewhere
+        for key in head.margin_names:
             size = getattr(head, key)
             if isinstance(size, float):
                 shown.setdefault(key, f"{size:g}")

@@ -257,7 +257,7 @@ class InterClass(nn.Module):
         super().__init__()
         check_range("weight", weight, 0)
         check_choice("form", form, ("all", "pairs"))
-        if not isinstance(getattr(head, "weight", None), Tensor) or getattr(head, "centres", 1) != 1:
+        if not isinstance(getattr(head, "weight", None), Tensor) or getattr(head, "subcentres", 1) != 1:
             raise ArgumentError("head", f"must have one class vector a class, as 'weight', got {type(head).__name__}")
         if form == "all" and getattr(head, "ignore_index", None) is not None:
             options.setdefault("ignore_index", head.ignore_index)

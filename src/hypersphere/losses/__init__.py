@@ -1,6 +1,8 @@
 """Classification heads: modules that own the class centres and turn features and labels into a loss."""
 
-from hypersphere.losses.head import MarginSize, MarginSoftmax, create, losses
+from hypersphere.losses import negatives
+from hypersphere.losses.batch import Batch
+from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.adaptive import AdaFace, CircleLoss, CurricularFace, MagFace
 from hypersphere.losses.members.additive import ArcFace, CombinedMargin, CosFace, SubcenterArcFace
 from hypersphere.losses.members.binary import Hinge, SphereFace2
@@ -17,8 +19,11 @@ from hypersphere.losses.members.pairs import CenterLoss, Contrastive, TripletLos
 from hypersphere.losses.members.plain import NormFace, Softmax, SSoftmax, WSoftmax
 from hypersphere.losses.memory import MemoryEstimate, memory_estimate
 from hypersphere.losses.pairs import circle_pairs, contrastive, triplet
+from hypersphere.losses.registry import create, losses
 from hypersphere.losses.rotation import ClassRotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
+from hypersphere.losses.spec import HeadSpec
+from hypersphere.losses.state import HeadState, MarginSize
 from hypersphere.losses.theory import (
     adacos_scale,
     angular_margin,
@@ -39,6 +44,7 @@ __all__ = [
     "ASoftmax",
     "AdaFace",
     "ArcFace",
+    "Batch",
     "CenterLoss",
     "CircleLoss",
     "ClassRotation",
@@ -48,6 +54,8 @@ __all__ = [
     "CurricularFace",
     "GANLoss",
     "GASoftmax",
+    "HeadSpec",
+    "HeadState",
     "Hinge",
     "LSoftmax",
     "LambdaAnnealer",
@@ -79,6 +87,7 @@ __all__ = [
     "m_min",
     "magface_minimum_weight",
     "memory_estimate",
+    "negatives",
     "reachable_probability",
     "softmax_bound",
     "suggest_scale",

@@ -1,4 +1,4 @@
-r"""What happens to the classes that a sample does not belong to: rules of the non-target logits.
+r"""Rules of negatives: what happens to the logits of the non-target classes, those a sample does not belong to.
 
 A rule gives the value :math:`\eta` that stands in the logit :math:`\text{scale}_i\,\eta_{ij}` of a non-target class,
 and how the logits of all non-target classes become one number per sample: their log-sum-exp (softmax members) or the
@@ -8,7 +8,8 @@ sum of a term of each (binary members).
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -17,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hypersphere import angular
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import arccos, arccos_slope
-from hypersphere.margins import Parameter
+from hypersphere.margins import AdditiveAngle, Parameter
+from hypersphere.registry import Registry
 
 _known: WeakValueDictionary[str, Negatives] = WeakValueDictionary()
 _count = itertools.count()
+_COSINE = Cosine()  # where none is given: another cosine is a choice
 
 
 @lru_cache(maxsize=64)
@@ -35,12 +39,40 @@ def lookup(key: str) -> Negatives:
     return _known[key]
 
 
+def create(name: str | Mapping[str, Any] | Negatives, **options: Any) -> Negatives:
+    """Build a rule by name, or from a mapping of its name and options; an instance is passed through.
+
+    Example:
+        >>> create("binary", t=2.0), create({"name": "binary", "t": 2.0})
+        (Binary(detach=False, t=2.0), Binary(detach=False, t=2.0))
+    """
+    return rules.resolve(name, **options)
+
+
 @dataclass(frozen=True)
 class Negatives:
-    """A rule of the non-target classes; a subclass defines the value and its slope.
+    r"""A rule of the non-target classes; a subclass defines the value and its slope.
+
+    A rule of your own is a frozen dataclass. It defines ``_value`` and ``_slope``, its derivative by the cosine, and
+    where these take more than cosines, :meth:`parameters`; where no softmax follows, ``softmax = False``, :meth:`term`,
+    :meth:`term_slope` and :meth:`target_term`::
+
+        @negatives.register("squared")
+        @dataclass(frozen=True)
+        class Squared(Negatives):
+            '''Only the strength of a similarity counts, not its sign.'''
+
+            def _value(self, cosines, *parameters):
+                return cosines.square()
+
+            def _slope(self, cosines, *parameters):
+                return 2 * cosines
+
+        MarginSoftmax(512, 1000, s=64.0, negatives="squared")
 
     Args:
-        detach: Characteristic gradient detachment: the value is used, the slope is that of the cosine.
+        detach: Characteristic gradient detachment: the value is used, the slope is that of the cosine. Heads set
+            it by their ``gradient``.
 
     Example:
         >>> Plain().value(torch.tensor([0.5]))
@@ -56,6 +88,8 @@ class Negatives:
     """Whether the value is the cosine itself."""
     softmax: ClassVar[bool] = True
     """Reduction: log-sum-exp of the logits, or the sum of :meth:`term` of each."""
+    needs_target: ClassVar[bool] = False
+    """Whether :meth:`parameters` depends on the target cosines."""
 
     def __post_init__(self) -> None:
         # A number of its own: rules that print and compare alike may differ in a user's angular function.
@@ -66,6 +100,24 @@ class Negatives:
     def __reduce__(self) -> tuple[Any, ...]:
         # Built anew where it is unpickled, so that it is known there.
         return _rebuild, (type(self), {f.name: getattr(self, f.name) for f in fields(self) if f.init})
+
+    def of(self, g: Angular) -> Negatives:
+        """The same rule of the angular function of a head, where it has none of its own."""
+        return self
+
+    def detached(self, detach: bool = True) -> Negatives:
+        """The same rule with the slope of the cosine, or with its own."""
+        return self if self.detach == detach else replace(self, detach=detach)
+
+    def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
+        """What value and slope take beside cosines: scalars or columns ``(B, 1)``; see :func:`as_column`.
+
+        Args:
+            sizes: The head's margins by name, each a number, a scalar, ``(B,)`` or ``(B, 1)``.
+            target: ``(B,)`` target cosines without gradient; empty unless ``needs_target``.
+            annealing: Weight of the plain function against the margin, if there is an annealer.
+        """
+        return ()
 
     def value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         """Value at cosines ``(B, k)``; parameters are scalars or ``(B, 1)``."""
@@ -90,27 +142,53 @@ class Negatives:
         """Derivative of :meth:`term`, same shape."""
         raise NotImplementedError
 
+    def target_term(self, logits: Tensor) -> Tensor:
+        """What the target logit adds, where the reduction is a sum; same shape."""
+        raise NotImplementedError
+
 
 def _rebuild(rule: type[Negatives], options: dict[str, Any]) -> Negatives:
     return rule(**options)
 
 
+rules: Registry[Negatives] = Registry("rule of negatives", kind=Negatives)
+register = rules.register
+
+
+@register("plain", aliases=("cosine",))
 @dataclass(frozen=True)
 class Plain(Negatives):
     r"""The cosine: :math:`\eta = \cos\theta`."""
 
     plain: ClassVar[bool] = True
 
+    def of(self, g: Angular) -> Negatives:
+        """The cosine, or the angular function of a head."""
+        return self if isinstance(g, Cosine) else OfAngle(g=g)
+
     def value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         """The cosines themselves."""
         return cosines
 
 
+@register("angular")
 @dataclass(frozen=True)
 class OfAngle(Negatives):
-    r"""An angular function: :math:`\eta = g(\theta)`."""
+    r"""An angular function: :math:`\eta = g(\theta)`.
 
-    g: Angular = field(default_factory=Cosine)
+    Args:
+        g: Angular function, by name or as an instance; by default that of the head, or the cosine.
+    """
+
+    g: Angular = _COSINE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "g", angular.create(self.g))
+
+    def of(self, g: Angular) -> Negatives:
+        """The same of the angular function of a head, where it has none of its own."""
+        return replace(self, g=g) if self.g is _COSINE else self
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         return self.g.of_cosine(cosines)
@@ -119,9 +197,14 @@ class OfAngle(Negatives):
         return self.g.slope_of_cosine(cosines)
 
 
+@register("widened")
 @dataclass(frozen=True)
 class Widened(Negatives):
     r"""SphereFace-R v2: :math:`\eta = \cos(\theta / m)`; the parameters are m and the annealing weight."""
+
+    def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
+        """M and the annealing weight."""
+        return as_column(sizes["m"], target), as_column(0.0 if annealing is None else annealing, target)
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         m, weight = parameters
@@ -132,12 +215,27 @@ class Widened(Negatives):
         return (weight - (arccos(cosines) / m).sin() / m * arccos_slope(cosines)) / (1 + weight)
 
 
+@register("hardened")
 @dataclass(frozen=True)
 class Hardened(Negatives):
     r"""CurricularFace: a class closer than the margin allows weighs more; the parameters are the threshold and T.
 
     .. math:: \eta = c \text{ if } c \le \text{threshold, else } c\,(T + c)
+
+    Args:
+        progress: T; the loss CurricularFace has a running mean of the target cosines in its place.
     """
+
+    progress: float = 0.0
+    needs_target: ClassVar[bool] = True
+
+    def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
+        """The target value under an additive angular margin m, and T."""
+        m = sizes["m"]
+        if isinstance(m, Tensor) and m.dim() == 2:  # a column, of soft labels
+            m = m.squeeze(1)
+        threshold = AdditiveAngle("raw")(target, m=m)
+        return as_column(threshold, target), as_column(self.progress, target)
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         threshold, progress = parameters
@@ -148,9 +246,14 @@ class Hardened(Negatives):
         return torch.where(cosines > threshold, progress + 2 * cosines, 1.0)
 
 
+@register("circle")
 @dataclass(frozen=True)
 class CircleNegatives(Negatives):
     r"""Circle loss: :math:`\eta = \alpha (c - m)`, :math:`\alpha = [c + m]_+` constant; the parameter is m."""
+
+    def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
+        """The margin m."""
+        return (as_column(sizes["m"], target),)
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         (m,) = parameters
@@ -161,15 +264,26 @@ class CircleNegatives(Negatives):
         return (cosines + m).relu()
 
 
+@register("binary")
 @dataclass(frozen=True)
 class Binary(Negatives):
     r"""SphereFace2: :math:`\eta = g(c) + m`, :math:`g(u) = 2((u + 1)/2)^t - 1`, each class a binary problem of its own.
 
     The parameter is the margin of the non-targets.
+
+    Args:
+        t: Exponent of the similarity adjustment g.
+        margin: Whether the non-targets have the head's margin; blended with the plain function, it is a smaller one.
     """
 
     t: float = 3.0
+    margin: bool = True
     softmax: ClassVar[bool] = False
+
+    def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
+        """The margin of the non-targets."""
+        m: Parameter = sizes["m"] if self.margin else 0.0
+        return (as_column(m if annealing is None else m / (1 + annealing), target),)
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         (m,) = parameters
@@ -186,10 +300,19 @@ class Binary(Negatives):
         """Derivative of the term."""
         return logits.sigmoid()
 
+    def target_term(self, logits: Tensor) -> Tensor:
+        """Logistic loss of the target."""
+        return F.softplus(-logits, threshold=50)
 
+
+@register("hinge")
 @dataclass(frozen=True)
 class HingeNegatives(Plain):
-    r"""One-versus-all hinge: each non-target logit adds :math:`\max(0, 1 + f)^p`."""
+    r"""One-versus-all hinge: each non-target logit adds :math:`\max(0, 1 + f)^p`.
+
+    Args:
+        power: Exponent p, 1 or 2.
+    """
 
     power: int = 1
     softmax: ClassVar[bool] = False
@@ -201,6 +324,10 @@ class HingeNegatives(Plain):
     def term_slope(self, logits: Tensor) -> Tensor:
         """Derivative of the term."""
         return self.power * (1 + logits).relu().pow(self.power - 1) * (logits > -1)
+
+    def target_term(self, logits: Tensor) -> Tensor:
+        """Hinge of the target."""
+        return (1 - logits).relu().pow(self.power)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from hypersphere.drawing import Floats, colour
 from hypersphere.errors import check_range
 from hypersphere.losses import ArcFace, ASoftmax, LambdaAnnealer, MarginSoftmax
-from hypersphere.losses.head import GRADIENTS
+from hypersphere.losses.spec import GRADIENTS
 from hypersphere.plot.style import INK, MUTED, angle_axis, new_figure, styled
 
 NORM = 10.0
@@ -61,8 +62,8 @@ def target_gradient(head: MarginSoftmax, theta: Tensor, norm: float = NORM) -> T
     check_range("norm", norm, 0, open_low=True)
     probe = copy.deepcopy(head).to(theta.dtype).train()
     # The loss of a sample becomes its target logit, so that it is differentiated by the very path of training.
-    probe.__dict__.update(_sample_loss=lambda negatives, total, target, compared: target, _penalty=lambda *parts: 0.0)
-    probe.reduction = "sum"
+    probe.__dict__.update(sample_loss=lambda negatives, total, target, compared: target, penalty=lambda batch: 0.0)
+    probe.spec = replace(probe.spec, reduction="sum")
     with torch.no_grad():
         probe.weight[0] = probe.weight.new_tensor([1.0, 0.0])
     x = norm * torch.stack([theta.cos(), theta.sin()], 1)

@@ -91,8 +91,8 @@ def curves(head: MarginSoftmax, norm: float = NORM) -> Curves:
     grid = theta[::2]
     plain = annealed(head, None).psi(theta, norm=norm)
     value = head.psi(theta, norm=norm)
-    scale = float(head._scale(torch.tensor([norm])))
-    offset = head._offset()
+    scale = float(head.scale(torch.tensor([norm])))
+    offset = head.offset()
     shift = 0.0 if offset is None else float(offset)
 
     # Some members' values of the other classes depend on the own angle, hence a row at a time.
@@ -111,7 +111,7 @@ def curves(head: MarginSoftmax, norm: float = NORM) -> Curves:
 
 def _ahead(head: MarginSoftmax, own: Tensor, other: Tensor, norm: float) -> Tensor:
     """By how much the own class at angle ``own``, a scalar, is ahead of another one at angles ``other``."""
-    return head.psi(own, norm=norm) - head.eta(other, own=math.cos(float(own)))
+    return head.psi(own, norm=norm) - head.eta(other, target=math.cos(float(own)))
 
 
 def _margin(head: MarginSoftmax, norm: float) -> float:

@@ -76,6 +76,9 @@ def content(section: BaseModel) -> Any:
         for name, means in registry[found["name"]].later.items():
             if name in found and found[name] == to_jsonable_python(means):
                 del found[name]
+        for before, name in registry[found["name"]].renamed.items():
+            if name in found:
+                found[before] = found.pop(name)
     return found
 
 

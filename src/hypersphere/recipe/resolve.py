@@ -101,7 +101,7 @@ def _with_options(
         return part
     model = options_model(entry)
     try:
-        options = model.model_validate(registry.canonical(part.options)).model_dump()
+        options = model.model_validate(registry.canonical(part.options, entry)).model_dump()
     except ArgumentError as error:
         mistakes.append(describe(places, (*location, error.argument), str(error)))
         return part

@@ -160,8 +160,8 @@ def output_layer(head: nn.Module, target: str = "all") -> Selection:
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ArgumentError("target", f"must be 'model' with a head that has no matrix of weights, got {target!r}")
-    if getattr(head, "centres", 1) > 1:
-        raise ArgumentError("target", f"must be 'model' with a head of several centres a class, got {target!r}")
+    if getattr(head, "subcentres", 1) > 1:
+        raise ArgumentError("target", f"must be 'model' with a head of several sub-centres a class, got {target!r}")
     return neurons("head", lambda: cast(Tensor, head.weight), "output", constant=not weight.requires_grad)
 
 
@@ -175,6 +175,6 @@ def layer_energies(model: nn.Module, head: nn.Module, value: energy.Regulariser 
             as output layer, is always measured in full space.
     """
     layers = select(model, output=None)
-    if getattr(head, "centres", 1) == 1:
+    if getattr(head, "subcentres", 1) == 1:
         layers += output_layer(head)
     return report(layers, value or MHE(half_space=True))

@@ -143,7 +143,7 @@ def is_the_cross_entropy_of_its_logits(name: str) -> None:
         plain = head.logits(x)
         if getattr(head, "bias", None) is not None:
             plain, logits = plain - head.bias, logits - head.bias
-        g = head.g.of_cosine(cosines)
+        g = head.spec.g.of_cosine(cosines)
         scale = plain / torch.where(g.abs() > 1e-6, g, 1.0)
         for i, label in enumerate(Y.tolist()):
             length = float(x[i].norm())
@@ -161,11 +161,11 @@ def logits_are_scaled_angular_functions(name: str) -> None:
             continue
         logits = head.logits(x)
         assert logits.shape == (6, C)
-        if not head.unit_weights:
+        if not head.spec.unit_weights:
             bias = 0 if head.bias is None else head.bias
             numeric.close(logits, x @ head.weight.T + bias, 1e-6, "logits")
             continue
-        g = head.g.of_cosine(F.cosine_similarity(x[:, None], head.weight[None], dim=2))
+        g = head.spec.g.of_cosine(F.cosine_similarity(x[:, None], head.weight[None], dim=2))
         scale = logits[:, :1] / g[:, :1]
         offset = head.logits(torch.zeros(1, D, dtype=x.dtype))
         if not bool(offset.any()):
@@ -204,7 +204,7 @@ def target_falls_and_never_helps(name: str) -> None:
         for norm in (None, 0.1, 15.0, 60.0, 200.0):
             psi = head.psi(THETA, norm=norm)
             assert bool((psi.diff() <= 1e-12).all()), f"the target rises at the norm {norm}"
-            assert bool((psi <= head.g(THETA) + 1e-12).all()), f"the target is above {head.g} at the norm {norm}"
+            assert bool((psi <= head.spec.g(THETA) + 1e-12).all()), f"the target is above {head.g} at the norm {norm}"
 
 
 @of_classes
@@ -250,10 +250,10 @@ def heeds_lengths_as_it_says(name: str) -> None:
             longer = copy.deepcopy(head)
             longer.weight.mul_(lengths)
             same = bool((longer(x, Y) - value).abs() < 1e-8)
-        assert same == bool(head.unit_weights), (
-            f"unit_weights={head.unit_weights}, but lengths of weights count otherwise"
+        assert same == bool(head.spec.unit_weights), (
+            f"unit_weights={head.spec.unit_weights}, but lengths of weights count otherwise"
         )
-        constant = head.unit_weights and (head.s is not None or getattr(head, "learned_scale", None) is not None)
+        constant = head.spec.unit_weights and (head.s is not None or getattr(head, "learned_scale", None) is not None)
         if constant and CONTRACT.fact(name, "features", True):
             by_length = head(x * torch.linspace(0.5, 2.5, 6, dtype=torch.float64).unsqueeze(1), Y)
             numeric.close(by_length, value, 1e-8, "the loss of longer features")

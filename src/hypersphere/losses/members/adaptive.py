@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hypersphere import margins
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.geometry import normalise
-from hypersphere.losses.head import MarginSize, MarginSoftmax, Steps, losses
-from hypersphere.losses.negatives import CircleNegatives, Hardened, Negatives, as_column
+from hypersphere.losses.batch import Batch
+from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.registry import losses
 from hypersphere.losses.schedules import moving_average
-from hypersphere.margins import Parameter
+from hypersphere.losses.state import MarginSize
 
 
 @losses.register("adaface")
@@ -64,23 +64,23 @@ class AdaFace(MarginSoftmax):
         self.register_buffer("norm_mean", torch.tensor(20.0))
         self.register_buffer("norm_std", torch.tensor(100.0))
 
-    def _margins(
-        self, norms: Tensor, labels: Tensor | None, steps: Steps, valid: Tensor | None = None
-    ) -> dict[str, Any]:
-        found = super()._margins(norms, labels, steps, valid)
+    def margin_sizes(self, batch: Batch) -> dict[str, Any]:
+        """The margin m and the quality z of each sample."""
+        norms = batch.norms
         safe = norms.detach().clamp(1e-3, 100)
         mean, std = self.norm_mean, self.norm_std
-        if steps is not None and norms.numel():
-            share = torch.ones_like(safe) if valid is None else valid.to(safe.dtype)
+        if batch.steps is not None and norms.numel():
+            share = torch.ones_like(safe) if batch.valid is None else batch.valid.to(safe.dtype)
             count = share.sum()
             batch_mean = (share * safe).sum() / count
             variance = (share * (safe - batch_mean).square()).sum() / (count - 1)
             mean = moving_average(self.norm_mean, batch_mean, self.rate)
             std = moving_average(self.norm_std, variance.sqrt(), self.rate)
         quality = (self.h * (safe - mean) / (std + 1e-3)).clamp(-1, 1).to(norms.dtype)
-        return found | {"z": quality}
+        return super().margin_sizes(batch) | {"z": quality}
 
-    def _typical_norm(self) -> float:
+    def typical_norm(self) -> float:
+        """The running mean."""
         return float(self.norm_mean)
 
 
@@ -130,20 +130,22 @@ class MagFace(MarginSoftmax):
         self.ends, self.norms, self.norm_weight = tuple(m), tuple(norms), norm_weight
         super().__init__(dim, classes, s=s, m=m[0], psi=margins.AdditiveAngle(beyond), **options)
 
-    def _margins(
-        self, norms: Tensor, labels: Tensor | None, steps: Steps, valid: Tensor | None = None
-    ) -> dict[str, Any]:
-        share = (norms.clamp(*self.norms) - self.norms[0]) / (self.norms[1] - self.norms[0])
+    def margin_sizes(self, batch: Batch) -> dict[str, Any]:
+        """The margin of each sample, by its norm."""
+        share = (batch.norms.clamp(*self.norms) - self.norms[0]) / (self.norms[1] - self.norms[0])
         return {"m": self.ends[0] + (self.ends[1] - self.ends[0]) * share}
 
-    def _typical_norm(self) -> float:
+    def typical_norm(self) -> float:
+        """The middle of the norms."""
         return sum(self.norms) / 2
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"m": self.ends}
+    def details(self) -> dict[str, Any]:
+        """Margins at both ends."""
+        return super().details() | {"m": self.ends}
 
-    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
-        a = norms.clamp(*self.norms)
+    def penalty(self, batch: Batch) -> Tensor | float:
+        """The pull on the norm."""
+        a = batch.norms.clamp(*self.norms)
         return self.norm_weight * (1 / a + a / self.norms[1] ** 2)
 
 
@@ -184,25 +186,21 @@ class CurricularFace(MarginSoftmax):
     ) -> None:
         check_range("rate", rate, 0, 1)
         self.rate = rate
-        super().__init__(dim, classes, s=s, m=m, psi=margins.AdditiveAngle(beyond), **options)
+        psi = margins.AdditiveAngle(beyond)
+        super().__init__(dim, classes, s=s, m=m, psi=psi, negatives="hardened", **options)
         self.register_buffer("progress", torch.tensor(0.0))
 
-    def _negatives(self) -> Negatives:
-        return Hardened(detach=self.gradient == "cgd")
-
-    def _own_cosines(self, units: Tensor, labels: Tensor) -> Tensor:
-        return (units * normalise(self.weight[labels].to(units.dtype))).sum(1).detach()
-
-    def _rule_parameters(
-        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
+    def rule_parameters(
+        self, batch: Batch, sizes: Mapping[str, Any], target: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        own = own.detach()
+        """The threshold of each sample, and T, which a training step moves."""
+        target = self.target_cosines(batch) if target is None else target.detach()
         progress = self.progress
-        if steps is not None and own.numel():
-            share = torch.ones_like(own) if valid is None else valid.to(own.dtype)
-            progress = moving_average(self.progress, (share * own).sum() / share.sum(), self.rate)
-        threshold = margins.AdditiveAngle("raw")(own, m=_flat(parameters["m"]))
-        return as_column(threshold, own), progress.to(own.dtype)
+        if batch.steps is not None and target.numel():
+            share = torch.ones_like(target) if batch.valid is None else batch.valid.to(target.dtype)
+            progress = moving_average(self.progress, (share * target).sum() / share.sum(), self.rate)
+        threshold, _ = super().rule_parameters(batch, sizes, target)
+        return threshold, progress.to(target.dtype)
 
 
 @losses.register("circle", aliases=("circle-loss",))
@@ -229,17 +227,4 @@ class CircleLoss(MarginSoftmax):
     contract: ClassVar[Mapping[str, Any]] = {"gradient": False, "derivative": False}
 
     def __init__(self, dim: int, classes: int, *, s: float = 256.0, m: MarginSize = 0.25, **options: Any) -> None:
-        super().__init__(dim, classes, s=s, m=m, psi="circle", **options)
-
-    def _negatives(self) -> Negatives:
-        return CircleNegatives(detach=self.gradient == "cgd")
-
-    def _rule_parameters(
-        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        return (as_column(parameters["m"], own),)
-
-
-def _flat(value: Parameter) -> Parameter:
-    """A column ``(B, 1)`` as ``(B,)``, for values that were made columns for soft labels."""
-    return value.squeeze(1) if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == 1 else value
+        super().__init__(dim, classes, s=s, m=m, psi="circle", negatives="circle", **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from hypersphere import margins
 from hypersphere.errors import check_range
 from hypersphere.geometry import normalise
-from hypersphere.losses.head import MarginSize, MarginSoftmax, losses
+from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.registry import losses
+from hypersphere.losses.state import MarginSize
 
 
 @losses.register("cosface", aliases=("am-softmax", "additive-margin-softmax"))
@@ -100,14 +103,14 @@ class CombinedMargin(MarginSoftmax):
 
 @losses.register("subcenter-arcface", aliases=("sub-centre-arcface", "subcentre-arcface", "sub-center-arcface"))
 class SubcenterArcFace(ArcFace):
-    r"""Sub-centre ArcFace: several centres a class, of which the closest counts, so that noisy labels find one.
+    r"""Sub-centre ArcFace: several sub-centres a class, of which the closest counts, so that noisy labels find one.
 
     .. math:: \cos\theta_{ij} = \max_k \hat x_i \cdot \hat W_{jk}, \quad f_{i,y} = s \cos(\min(\theta + m, \pi))
 
     Args:
         dim: Feature dimension D.
         classes: Number of classes C.
-        centres: Centres of each class.
+        k: Sub-centres of each class.
         s: Scale.
         m: Margin in radians, in [0, pi].
         beyond: Past pi, see :class:`hypersphere.margins.AdditiveAngle`.
@@ -118,27 +121,28 @@ class SubcenterArcFace(ArcFace):
         torch.Size([])
     """
 
+    renamed_options: ClassVar[Mapping[str, str]] = {"centres": "k"}
+
     def __init__(
         self,
         dim: int,
         classes: int,
         *,
-        centres: int = 3,
+        k: int = 3,
         s: float = 64.0,
         m: MarginSize = 0.5,
         beyond: str = "clip",
         **options: Any,
     ) -> None:
-        check_range("centres", centres, 1)
-        self.centres = centres
-        super().__init__(dim, classes, s=s, m=m, beyond=beyond, **options)
+        check_range("k", k, 1)
+        super().__init__(dim, classes, s=s, m=m, beyond=beyond, subcentres=k, **options)
 
     @torch.no_grad()
     def clean(self, features: Tensor, labels: Tensor, threshold: float = math.radians(75)) -> Tensor:
-        """Which samples to keep for training with one centre a class.
+        """Which samples to keep for training with one sub-centre a class.
 
-        Per class the centre that most samples are closest to is the dominant one; samples at least ``threshold`` away
-        from it are taken for mislabelled.
+        Per class the sub-centre that most samples are closest to is the dominant one; samples at least ``threshold``
+        away from it are taken for mislabelled.
 
         Args:
             features: ``(N, D)``.
@@ -149,25 +153,25 @@ class SubcenterArcFace(ArcFace):
             ``(N,)`` booleans.
         """
         cosines, dominant = self._dominant(features, labels)
-        counted = labels != self.ignore_index
+        counted = labels != self.spec.ignore_index
         closest = cosines.gather(1, dominant[torch.where(counted, labels, 0)].unsqueeze(1)).squeeze(1)
         return (closest > math.cos(threshold)) & counted
 
     @torch.no_grad()
     def dominant_weight(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The dominant centre of each class, ``(C, D)``: the weights of an :class:`ArcFace` head to go on with."""
+        """The dominant sub-centre of each class, ``(C, D)``: the weights of an :class:`ArcFace` head to go on with."""
         _, dominant = self._dominant(features, labels)
-        rows = self._turned_weight().unflatten(0, (-1, self.centres))
+        rows = self.rotated_weight().unflatten(0, (-1, self.subcentres))
         return rows[torch.arange(self.classes, device=rows.device), dominant].clone()
 
     def _dominant(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines to the centres of each sample's own class ``(N, centres)``, and each class' dominant centre."""
-        self._check(features, labels, shares=False)
-        counted = labels != self.ignore_index
+        """Cosines to the sub-centres of each sample's target ``(N, k)``, and each class' dominant sub-centre."""
+        self.check(features, labels, soft=False)
+        counted = labels != self.spec.ignore_index
         own = torch.where(counted, labels, 0)
-        units = normalise(self._turned(features))
-        rows = normalise(self.weight.to(units.dtype)).unflatten(0, (-1, self.centres))
+        units = normalise(self.rotated(features))
+        rows = normalise(self.weight.to(units.dtype)).unflatten(0, (-1, self.subcentres))
         cosines = (rows[own] * units.unsqueeze(1)).sum(2)
-        votes = torch.zeros(self.classes, self.centres, device=labels.device)
+        votes = torch.zeros(self.classes, self.subcentres, device=labels.device)
         votes.index_put_((own, cosines.argmax(1)), counted.to(votes.dtype), accumulate=True)
         return cosines, votes.argmax(1)

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hypersphere import margins
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.losses.head import MarginSize, MarginSoftmax, Steps, losses
-from hypersphere.losses.negatives import Binary, HingeNegatives, Negatives, as_column, bend
+from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.negatives import Binary, HingeNegatives, bend
+from hypersphere.losses.registry import losses
+from hypersphere.losses.state import MarginSize
 from hypersphere.margins import Margin, Parameter
 
 
@@ -47,7 +48,6 @@ class SphereFace2(MarginSoftmax):
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False, "variants": ({"version": "A"}, {"version": "M"})}
 
-    softmax_scale: ClassVar[bool] = False
     DEFAULTS: ClassVar[dict[str, float]] = {"C": 0.4, "A": 0.5, "M": 1.7}
 
     def __init__(
@@ -76,17 +76,15 @@ class SphereFace2(MarginSoftmax):
             "M": margins.ClippedMultiplicative(),
         }[version]
         m = self.DEFAULTS[version] if m is None else m
-        super().__init__(dim, classes, s=s, m=m, psi=_Bent(inner, t, version == "C"), gradient=gradient, **options)
+        psi, rule = _Bent(inner, t, version == "C"), Binary(t, version == "C")
+        super().__init__(dim, classes, s=s, m=m, psi=psi, negatives=rule, gradient=gradient, **options)
         self.common_bias = nn.Parameter(torch.tensor(self._initial_bias()))
-
-    def _rule_is_softmax(self) -> bool:
-        return False
 
     def _initial_bias(self) -> float:
         """Bias that balances the two gradient sums when all cosines are 0."""
         assert self.s is not None
-        m = sum(self._margin_bounds("m")) / 2
-        own = float(self.psi_function(torch.zeros(1, dtype=torch.float64), m=m)) * self.s
+        m = sum(self.margin_bounds("m")) / 2
+        own = float(self.spec.psi(torch.zeros(1, dtype=torch.float64), m=m)) * self.s
         other = float(bend(torch.zeros(1, dtype=torch.float64), self.t) + (m if self.version == "C" else 0)) * self.s
         ratio = self.balance / ((1 - self.balance) * max(self.classes - 1, 1))
         # log(1 - r + sqrt((1 - r)^2 + 4 r e^(own - other))), safe for large exponents.
@@ -95,30 +93,23 @@ class SphereFace2(MarginSoftmax):
         inner = 1 - ratio + root if ratio <= 1 else 4 * ratio * math.exp(own - other) / (root + ratio - 1)
         return math.log(2 * ratio) - other - math.log(inner)
 
-    def _negatives(self) -> Negatives:
-        return Binary(t=self.t, detach=self.gradient == "cgd")
-
-    def _offset(self) -> Tensor | None:
+    def offset(self) -> Tensor | None:
+        """The bias that all classes share."""
         assert self.s is not None
         return self.common_bias / self.s
 
-    def _rule_parameters(
-        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        margin: Parameter = parameters["m"] if self.version == "C" else 0.0
-        weight = self._annealing(steps, own)
-        # Blended with the plain function like the own class, an additive margin is a smaller one.
-        return (as_column(margin if weight is None else margin / (1 + weight), own),)
-
-    def _plain(self, cosines: Tensor) -> Tensor:
+    def plain_value(self, cosines: Tensor) -> Tensor:
+        """The similarity adjustment g."""
         return bend(cosines, self.t)
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"version": self.version}
+    def details(self) -> dict[str, Any]:
+        """The version, too."""
+        return super().details() | {"version": self.version}
 
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
+    def sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
+        """The binary losses, balanced and weighted."""
         assert self.s is not None
-        own = self.balance * F.softplus(-target, threshold=50)
+        own = self.balance * self.spec.negatives.target_term(target)
         return self.loss_weight / self.s * (own + (1 - self.balance) * negatives)
 
 
@@ -142,23 +133,13 @@ class Hinge(MarginSoftmax):
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False}
 
-    softmax_scale: ClassVar[bool] = False
-
     def __init__(self, dim: int, classes: int, *, power: int = 1, bias: bool = True, **options: Any) -> None:
         check_range("power", power, 1, 2)
         if power != int(power):
             raise ArgumentError("power", f"must be 1 or 2, got {power}")
         self.power = power
-        super().__init__(dim, classes, unit_weights=False, bias=bias, **options)
-
-    def _rule_is_softmax(self) -> bool:
-        return False
-
-    def _negatives(self) -> Negatives:
-        return HingeNegatives(power=self.power)
-
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-        return (1 - target).relu().pow(self.power) + negatives
+        rule = HingeNegatives(power=power)
+        super().__init__(dim, classes, unit_weights=False, bias=bias, negatives=rule, **options)
 
 
 class _Bent(Margin):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32
-from hypersphere.losses.head import losses
+from hypersphere.losses.registry import losses
 
 FORMS = ("non-saturating", "hinge", "wasserstein")
 
@@ -49,7 +49,7 @@ class GANLoss(nn.Module):
     contract: ClassVar[Mapping[str, Any]] = {"classes": False}
 
     shared_options: ClassVar[tuple[str, ...]] = ()
-    centres: ClassVar[int] = 0
+    subcentres: ClassVar[int] = 0
     """Weight vectors of each class: it has none."""
     class_vectors: Tensor
 

@@ -12,8 +12,12 @@ from hypersphere import margins
 from hypersphere.angular import Angular
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import normalise
-from hypersphere.losses.head import MarginSize, MarginSoftmax, Steps, angular_function, losses
-from hypersphere.losses.negatives import Negatives, Riesz, Widened, as_column
+from hypersphere.losses.batch import Batch
+from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.members.plain import steep
+from hypersphere.losses.negatives import Riesz
+from hypersphere.losses.registry import losses
+from hypersphere.losses.state import MarginSize
 from hypersphere.losses.streaming import ClassProblem, class_statistics
 from hypersphere.margins import Margin
 
@@ -37,7 +41,7 @@ class LSoftmax(MarginSoftmax):
 
     def __init__(self, dim: int, classes: int, *, m: MarginSize = 4, **options: Any) -> None:
         super().__init__(dim, classes, m=m, psi="multiplicative", unit_weights=False, **options)
-        ends = self._margin_bounds("m") if self.m_by_class is None else tuple(map(float, self.m_by_class))
+        ends = self.margin_bounds("m") if self.m_by_class is None else tuple(map(float, self.m_by_class))
         for end in ends:
             if not float(end).is_integer():
                 raise ArgumentError("m", f"must be an integer (a-softmax takes any number from 1 on), got {end:g}")
@@ -100,7 +104,7 @@ class GASoftmax(MarginSoftmax):
         s: float | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(dim, classes, s=s, m=m, psi="multiplicative", g=angular_function(g, k), **options)
+        super().__init__(dim, classes, s=s, m=m, psi="multiplicative", g=steep(g, k), **options)
 
 
 @losses.register("m-softmax", aliases=("multiplicative-softmax",))
@@ -191,29 +195,22 @@ class SphereFaceR(MarginSoftmax):
             "v2": _Unmargined(),
         }
         hard = radius if feature_norm == "hard" else None
-        super().__init__(dim, classes, s=hard, m=m, psi=psis[version], gradient=gradient, **options)
+        rule = "widened" if version == "v2" else "plain"
+        super().__init__(dim, classes, s=hard, m=m, psi=psis[version], negatives=rule, gradient=gradient, **options)
 
-    def _negatives(self) -> Negatives:
-        return Widened(detach=self.gradient == "cgd") if self.version == "v2" else super()._negatives()
+    def details(self) -> dict[str, Any]:
+        """Version and feature norm, too."""
+        return super().details() | {"version": self.version, "feature_norm": self.feature_norm}
 
-    def _rule_parameters(
-        self, own: Tensor, parameters: dict[str, Any], steps: Steps, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        if self.version != "v2":
-            return ()
-        weight = self._annealing(steps, own)
-        return as_column(parameters["m"], own), as_column(0.0 if weight is None else weight, own)
+    def sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
+        """The cross-entropy, weighted."""
+        return super().sample_loss(negatives, total, target, compared) * self.loss_factor
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"version": self.version, "feature_norm": self.feature_norm}
-
-    def _sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-        return super()._sample_loss(negatives, total, target, compared) * self.loss_factor
-
-    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
+    def penalty(self, batch: Batch) -> Tensor | float:
+        """The pull of soft normalisation."""
         if self.feature_norm != "soft" or self.radius is None:
             return 0.0
-        return self.pull * (norms - self.radius).abs()
+        return self.pull * (batch.norms - self.radius).abs()
 
 
 @losses.register("sphereface-plus", aliases=("sphereface+",))
@@ -254,17 +251,18 @@ class SphereFacePlus(ASoftmax):
         self.energy_weight, self.energy = energy_weight, Riesz(s=energy_power)
         super().__init__(dim, classes, m=m, **options)
 
-    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
+    def penalty(self, batch: Batch) -> Tensor | float:
+        """The energy of the batch's classes against all others."""
         if self.classes == 1:
             return 0.0
-        weight = self.weight.to(x.dtype)
-        own = torch.arange(self.classes, device=labels.device) if labels.dim() == 2 else labels
-        chunked = self._path_for(self.classes) == "chunked"  # the energy is of all classes, also where few are sampled
+        weight, labels = self.weight.to(batch.units.dtype), batch.labels
+        own = torch.arange(self.classes, device=labels.device) if batch.soft else labels
+        chunked = self.path_for(self.classes) == "chunked"  # the energy is of all classes, also where few are sampled
         units = normalise(weight[own]) if chunked else normalise(weight)[own]
         problem = ClassProblem(units, self.weight, own, units.new_ones(len(units)), self.energy)
         found = class_statistics(problem, chunked=chunked)
         energy = self.energy_weight * found.negatives / (self.classes - 1)
-        return labels @ energy if labels.dim() == 2 else energy
+        return labels @ energy if batch.soft else energy
 
 
 class _Unmargined(margins.NoMargin):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32, full_precision, normalise
-from hypersphere.losses.head import MarginSoftmax, losses
+from hypersphere.losses.batch import Batch
+from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import Softmax
 from hypersphere.losses.pairs import move_centres
+from hypersphere.losses.registry import losses
 
 
 @losses.register("contrastive", aliases=("softmax-contrastive",))
@@ -36,6 +38,7 @@ class Contrastive(Softmax):
     """
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False}
+    takes_soft_labels = False
 
     def __init__(
         self, dim: int, classes: int, *, m: float = 1.0, pair_weight: float = 0.1, bias: bool = True, **options: Any
@@ -45,10 +48,9 @@ class Contrastive(Softmax):
         self.pair_weight, self.pair_margin = pair_weight, float(m)
         super().__init__(dim, classes, m=m, bias=bias, **options)
 
-    def _takes_shares(self) -> bool:
-        return False
-
-    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
+    def penalty(self, batch: Batch) -> Tensor | float:
+        """The mean loss of the batch's pairs."""
+        x, norms, labels, valid = batch.features, batch.norms, batch.labels, batch.valid
         counted = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
         pairs = (counted.unsqueeze(0) & counted.unsqueeze(1)).triu(1)
         same = labels.unsqueeze(0) == labels.unsqueeze(1)
@@ -59,8 +61,9 @@ class Contrastive(Softmax):
         loss = torch.where(same, squared, (self.pair_margin - distance).relu().square()) / 2
         return self.pair_weight * torch.where(pairs, loss, 0.0).sum() / pairs.sum().clamp(min=1)
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"m": self.pair_margin}
+    def details(self) -> dict[str, Any]:
+        """The margin of the pairs."""
+        return super().details() | {"m": self.pair_margin}
 
 
 @losses.register("center", aliases=("centre", "center-loss", "centre-loss"))
@@ -84,7 +87,7 @@ class CenterLoss(Softmax):
     """
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False}
-
+    takes_soft_labels = False
     narrow_buffers = ("class_centres",)
     class_centres: Tensor
 
@@ -104,16 +107,15 @@ class CenterLoss(Softmax):
         super().__init__(dim, classes, bias=bias, **options)
         self.register_buffer("class_centres", torch.zeros(classes, dim))
 
-    def _takes_shares(self) -> bool:
-        return False
-
-    def add_classes(self, classes: int, features: Tensor | None = None, labels: Tensor | None = None) -> MarginSoftmax:
+    def add_classes(self, classes: int, features: Tensor | None = None, labels: Tensor | None = None) -> Self:
         """See :meth:`MarginSoftmax.add_classes`; the running centres of new classes begin at 0."""
         super().add_classes(classes, features, labels)
         self.class_centres = torch.cat([self.class_centres, self.class_centres.new_zeros(classes, self.dim)])
         return self
 
-    def _penalty(self, x: Tensor, norms: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor | float:
+    def penalty(self, batch: Batch) -> Tensor | float:
+        """Half the weighted square of the distance to the running centre, which a training step moves."""
+        x, labels, valid = batch.features, batch.labels, batch.valid
         if self.training and valid is not None:
             data = x.detach().to(self.class_centres.dtype)
             own = move_centres(self.class_centres, data, labels, valid, self.centre_rate)
@@ -177,10 +179,10 @@ class TripletLoss(MarginSoftmax):
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Loss of a batch: ``(B, D), (B,) -> ()``; 0 where there is no triplet."""
-        self._check(features, labels, shares=False)
+        self.check(features, labels, soft=False)
         with full_precision(features):
             units = normalise(at_least_float32(features))
-            valid = labels != self.ignore_index
+            valid = labels != self.spec.ignore_index
             safe = torch.where(valid, labels, 0)
             if self.training:
                 data = units.detach().to(self.weight.dtype)
@@ -192,11 +194,12 @@ class TripletLoss(MarginSoftmax):
             return self._mined(distance, positive, both & ~same)
 
     def psi(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
-        """There is none: a triplet has no logit of its own class."""
+        """There is none: a triplet has no target logit."""
         raise ArgumentError("theta", "has no target value here: the triplet loss compares features, not classes")
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"m": self.pair_margin}
+    def details(self) -> dict[str, Any]:
+        """The margin of the pairs."""
+        return super().details() | {"m": self.pair_margin}
 
     def _mined(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Loss from squared distances ``(B, B)`` and which pairs are of one class and of two."""
@@ -210,8 +213,8 @@ class TripletLoss(MarginSoftmax):
         loss = (distance - distance.gather(1, chosen) + self.pair_margin).relu()
         counted = positive & (last >= 0)
         loss = torch.where(counted, loss, 0.0)
-        if self.reduction == "sum":
+        if self.spec.reduction == "sum":
             return loss.sum()
-        if self.reduction == "none":
+        if self.spec.reduction == "none":
             return loss.sum(1) / counted.sum(1).clamp(min=1)
         return loss.sum() / counted.sum().clamp(min=1)

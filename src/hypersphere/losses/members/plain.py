@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypersphere.angular import Angular
-from hypersphere.losses.head import MarginSoftmax, angular_function, losses
+from hypersphere.angular import Angular, Sigmoid, create
+from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.registry import losses
 
 
 @losses.register("softmax")
@@ -48,7 +49,7 @@ class WSoftmax(MarginSoftmax):
     """
 
     def __init__(self, dim: int, classes: int, *, g: str | Angular = "cosine", k: float = 0.3, **options: Any) -> None:
-        super().__init__(dim, classes, g=angular_function(g, k), **options)
+        super().__init__(dim, classes, g=steep(g, k), **options)
 
 
 @losses.register("s-softmax", aliases=("sphere-softmax",))
@@ -82,7 +83,7 @@ class SSoftmax(MarginSoftmax):
         learn_scale: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(dim, classes, s=s, g=angular_function(g, k), learn_scale=learn_scale, **options)
+        super().__init__(dim, classes, s=s, g=steep(g, k), learn_scale=learn_scale, **options)
 
 
 @losses.register("normface", aliases=("norm-softmax",))
@@ -105,3 +106,13 @@ class NormFace(MarginSoftmax):
 
     def __init__(self, dim: int, classes: int, *, s: float = 10.0, learn_scale: bool = True, **options: Any) -> None:
         super().__init__(dim, classes, s=s, learn_scale=learn_scale, **options)
+
+
+def steep(g: str | Angular, k: float) -> Angular:
+    """An angular function by name, the sigmoid of steepness ``k``.
+
+    Example:
+        >>> steep("sigmoid", 0.5)
+        Sigmoid(k=0.5)
+    """
+    return Sigmoid(k) if g == "sigmoid" else create(g)

@@ -1,0 +1,118 @@
+"""A batch as a head sees it: what its extension points are given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hypersphere.errors import ArgumentError
+from hypersphere.geometry import norm, normalise
+
+Steps: TypeAlias = dict[str, Tensor] | None
+"""Counts of a training step's schedules; ``None`` outside of training, where margins stand as they are."""
+
+
+class Batch(NamedTuple):
+    """Features and labels of a batch, checked, rotated, in float32 or wider.
+
+    Example:
+        >>> batch = Batch.of(torch.tensor([[3.0, 4.0]]), torch.tensor([2]))
+        >>> batch.norms, batch.soft
+        (tensor([5.]), False)
+    """
+
+    features: Tensor
+    """``(B, D)``."""
+    units: Tensor
+    """Directions of the features, ``(B, D)``."""
+    norms: Tensor
+    """``(B,)``."""
+    labels: Tensor
+    """Targets, ``(B,)`` in [0, C), or soft labels ``(B, C)``."""
+    valid: Tensor | None = None
+    """``(B,)``, which samples count; ``None``: all. The others have the label 0."""
+    steps: Steps = None
+    """Counts of the schedules in a training step; ``None`` outside of training."""
+    annealing: Tensor | None = None
+    """Weight of the plain function against the margin, where there is an annealer."""
+
+    @classmethod
+    def of(
+        cls,
+        features: Tensor,
+        labels: Tensor,
+        ignore_index: int | None = None,
+        steps: Steps = None,
+        annealing: Tensor | None = None,
+    ) -> Batch:
+        """The batch of features ``(B, D)`` and labels; those of ``ignore_index`` are masked."""
+        valid = None
+        if labels.dim() == 2:
+            labels = labels.to(features.dtype)
+        elif ignore_index is not None:
+            valid = labels != ignore_index
+            labels = torch.where(valid, labels, 0)
+        norms, units = norm(features), normalise(features)
+        return cls(features, units, norms, labels, valid, steps, annealing)
+
+    @property
+    def soft(self) -> bool:
+        """Whether the labels are soft."""
+        return self.labels.dim() == 2
+
+    def step(self, name: str) -> Tensor | None:
+        """Steps that a schedule has counted; ``None`` outside of training."""
+        return None if self.steps is None else self.steps.get(name)
+
+
+def check_features(features: Tensor, dim: int) -> None:
+    """Raise :class:`ArgumentError` for features that are not ``(B, D)`` floating-point numbers.
+
+    Example:
+        >>> check_features(torch.ones(2, 3), 4)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: features must have shape (B, 4), got (2, 3)
+    """
+    if features.dim() != 2 or features.shape[1] != dim:
+        raise ArgumentError("features", f"must have shape (B, {dim}), got {tuple(features.shape)}")
+    if not features.is_floating_point():
+        raise ArgumentError("features", f"must be floating-point, got {features.dtype}")
+
+
+def check_labels(labels: Tensor, batch: int, classes: int) -> None:
+    """Raise :class:`ArgumentError` for labels that are neither targets ``(B,)`` nor soft ``(B, C)``, by their shape.
+
+    Example:
+        >>> check_labels(torch.tensor([0, 1]), 3, 5)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: labels must be int64 of shape (3,), got torch.int64 of shape (2,)
+    """
+    if labels.is_floating_point():
+        if labels.shape != (batch, classes):
+            expected = f"({batch},) of int64 or ({batch}, {classes})"
+            raise ArgumentError("labels", f"must have shape {expected}, got {tuple(labels.shape)}")
+    elif labels.dtype != torch.int64 or labels.shape != (batch,):
+        raise ArgumentError(
+            "labels", f"must be int64 of shape ({batch},), got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
+
+
+def check_values(features: Tensor, labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise :class:`ArgumentError` for values that are not finite, no classes or no soft labels; waits for a device.
+
+    Example:
+        >>> check_values(torch.ones(1, 2), torch.tensor([7]), 5, -100)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: labels must lie in [0, 5), got 7
+    """
+    if not bool(features.isfinite().all()):
+        raise ArgumentError("features", "must be finite, got NaN or infinite values")
+    if labels.dim() == 2:
+        if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
+            raise ArgumentError("labels", "must be at least 0 and add up to 1 in every row")
+        return
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if bool(wrong.any()):
+        raise ArgumentError("labels", f"must lie in [0, {classes}), got {int(labels[wrong][0])}")
