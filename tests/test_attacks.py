@@ -37,7 +37,6 @@ from hypersphere.attacks import (
     lengths,
     losses_of,
 )
-from hypersphere.cli.attack import ATTACKED
 from hypersphere.cli.commands import app
 from hypersphere.data import Dataset, TensorSplit
 from hypersphere.errors import ArgumentError
@@ -45,6 +44,7 @@ from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.recipe import RecipeError
 from hypersphere.runs import RunFolder
 from hypersphere.tasks.robustness import evaluation as robustness
+from hypersphere.tasks.robustness.commands import ATTACKED
 from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 from hypersphere.tasks.robustness.figures import attack_pictures
 from hypersphere.train import Trainer

@@ -23,7 +23,6 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
 from hypersphere import cli, losses, recipe
-from hypersphere.cli import faces as faces_cli
 from hypersphere.cli.commands import app
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
@@ -32,6 +31,7 @@ from hypersphere.metrics import Calibration, ijb, lfw10, megaface, ytf10
 from hypersphere.models import create
 from hypersphere.runs import RunError, RunFolder
 from hypersphere.runs.gallery import Gallery
+from hypersphere.tasks.faces import commands as faces_cli
 from hypersphere.tasks.faces.align import template
 from hypersphere.tasks.faces.data import write_landmarks
 from hypersphere.tasks.faces.embed import Embedder, Photo, all_pairs, parse_size, photos

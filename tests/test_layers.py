@@ -43,10 +43,10 @@ WORKBENCH = (
     ("runs",),
     ("train",),
     ("plot", "report"),
-    ("tasks",),  # none of which imports another one
     ("results",),
     ("templates",),  # plugins as users write them
     ("cli",),
+    ("tasks",),  # none of which imports another one, and all of which are found by their names
     ("__main__",),
 )
 RANK = {package: rank for rank, line in enumerate((*CORE, *WORKBENCH)) for package in line}
@@ -59,11 +59,7 @@ EXCEPTIONS: set[tuple[str, str]] = {
     ("cli.plot", "losses"),
     ("data.preprocess", "recipe"),
     ("data.preprocess", "tasks.clouds"),
-    ("energy.layers", "nn"),
-    ("orthogonal.adapters", "nn"),
-    ("orthogonal.apply", "nn"),
     ("plot.heads", "losses"),
-    ("tasks.robustness.evaluation", "train"),
     ("train.trainer", "losses"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from importlib import import_module
 from importlib.metadata import version
+from pkgutil import iter_modules
 from typing import Annotated, Any
 
 import typer
@@ -32,23 +33,22 @@ COMMANDS = {
     ),
     "record": ("results:record", "Write the results of finished runs, averaged over seeds, as rows for the docs."),
     "docs": ("results:docs", "Write docs/results.md and docs/benchmarks.md from the measured rows in docs/rows."),
-    "attack": (
-        "attack:attack_run",
-        "Attack the model of a run: accuracy under attack, and whether it can be believed.",
-    ),
-    "embed": ("faces:embed", "Write the features of images to a file, with their names and people."),
-    "verify": (
-        "faces:verify",
-        "Judge pairs of images, same person or not: accuracy, error rates and a calibrated threshold, with intervals.",
-    ),
-    "identify": (
-        "faces:identify",
-        "Look for probes among known people: how often the right one is first, and whether unknown people are refused.",
-    ),
     "plot": ("plot:plot_app", "Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name."),
-    "gallery": ("faces:gallery_app", "Keep a file of people: add and remove them, and ask who is on an image."),
 }
 """Where a command is defined, a function or a group, and the line that describes it (a test compares it)."""
+
+
+def _of_tasks(members: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """The commands that every package of these has in its own ``COMMANDS``; its modules are not imported."""
+    found: dict[str, tuple[str, str]] = {}
+    for parent in members:
+        for task in iter_modules(import_module(parent).__path__, f"{parent}."):
+            own = getattr(import_module(task.name), "COMMANDS", {})
+            found |= {name: (f"{task.name}.{place}", text) for name, (place, text) in own.items()}
+    return found
+
+
+COMMANDS |= _of_tasks(members=("hypersphere.tasks",))
 
 
 class _Loaded(MutableMapping[str, Any]):
@@ -60,7 +60,8 @@ class _Loaded(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._found:
             module, _, attribute = COMMANDS[name][0].partition(":")
-            self._found[name] = _build(name, getattr(import_module(f"hypersphere.cli.{module}"), attribute))
+            module = module if "." in module else f"hypersphere.cli.{module}"
+            self._found[name] = _build(name, getattr(import_module(module), attribute))
         return self._found[name]
 
     def __setitem__(self, name: str, command: Any) -> None:

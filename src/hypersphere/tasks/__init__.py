@@ -1,6 +1,7 @@
-"""Tasks beyond images of classes: each is a folder with its data, models, evaluation, figures and commands.
+"""Tasks beyond images of classes: each is a folder with its data, models, evaluation, figures, commands and recipes.
 
-The registries of data sets, models, evaluations and figures find the members of every folder here by the name of the
-module (``data``, ``models``, ``evaluation``, ``figures``) when they are first looked up, so that a new task is a new
-folder.
+What a folder has is found by the name of the module when it is first looked up, so that a new task is a new folder and
+nothing else is edited: ``data``, ``models``, ``evaluation`` and ``figures`` register members, files of ``recipes/`` are
+recipes, and commands are listed in ``COMMANDS`` of the folder's ``__init__``. Tasks stand above everything else and do
+not import each other.
 """
