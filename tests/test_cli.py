@@ -142,7 +142,7 @@ def test_list_a_family(family, start):
             takes = common is None or option.name in common
             assert str(option) in row or (takes and str(option) in shared), (name, option)
     assert not re.search(r"[\\`]|:math:", done.out)
-    assert bool(shared) == (family in ("losses", "operators"))
+    assert bool(shared) == (family in ("losses", "operators", "rules of negatives"))
     if family == "losses":
         assert "label_smoothing=0.0" in shared and "(but gan, triplet)" in shared and "gradient='exact'" in shared
         assert sum("label_smoothing" in line for line in lines) == 1

@@ -39,9 +39,9 @@ def families() -> dict[str, Registry[Any]]:
 
 
 def _plural(word: str) -> str:
-    if word.endswith("y"):
-        return f"{word[:-1]}ies"
-    return f"{word}es" if word.endswith("s") else f"{word}s"
+    noun, of, more = word.partition(" of ")
+    ending = "ies" if noun.endswith("y") else "es" if noun.endswith("s") else "s"
+    return f"{noun.removesuffix('y') if ending == 'ies' else noun}{ending}{of}{more}"
 
 
 def _key(word: str) -> str:

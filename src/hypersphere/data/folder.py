@@ -103,3 +103,6 @@ def _has_image_header(file: Path) -> bool:
             return True
     except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError):
         return False
+
+
+image_folder.contract = {"options": {"path": "photographs", "size": (8, 8)}}  # type: ignore[attr-defined]

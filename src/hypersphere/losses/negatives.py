@@ -158,7 +158,12 @@ register = rules.register
 @register("plain", aliases=("cosine",))
 @dataclass(frozen=True)
 class Plain(Negatives):
-    r"""The cosine: :math:`\eta = \cos\theta`."""
+    r"""The cosine: :math:`\eta = \cos\theta`.
+
+    Example:
+        >>> Plain().value(torch.tensor([[0.5, -0.5]]))
+        tensor([[ 0.5000, -0.5000]])
+    """
 
     plain: ClassVar[bool] = True
 
@@ -178,6 +183,10 @@ class OfAngle(Negatives):
 
     Args:
         g: Angular function, by name or as an instance; by default that of the head, or the cosine.
+
+    Example:
+        >>> OfAngle(g="sqcos").value(torch.tensor([[0.5, -0.5]]))
+        tensor([[ 0.2500, -0.2500]])
     """
 
     g: Angular = _COSINE
@@ -200,7 +209,12 @@ class OfAngle(Negatives):
 @register("widened")
 @dataclass(frozen=True)
 class Widened(Negatives):
-    r"""SphereFace-R v2: :math:`\eta = \cos(\theta / m)`; the parameters are m and the annealing weight."""
+    r"""SphereFace-R v2: :math:`\eta = \cos(\theta / m)`; the parameters are m and the annealing weight.
+
+    Example:
+        >>> Widened().value(torch.tensor([[0.5, -0.5]]), torch.tensor(2.0), torch.tensor(0.0))
+        tensor([[0.8660, 0.5000]])
+    """
 
     def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
         """M and the annealing weight."""
@@ -224,7 +238,13 @@ class Hardened(Negatives):
 
     Args:
         progress: T; the loss CurricularFace has a running mean of the target cosines in its place.
+
+    Example:
+        >>> Hardened().value(torch.tensor([[0.5, -0.5]]), torch.tensor(0.2), torch.tensor(1.0))
+        tensor([[ 0.7500, -0.5000]])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"rises": False}
 
     progress: float = 0.0
     needs_target: ClassVar[bool] = True
@@ -249,7 +269,14 @@ class Hardened(Negatives):
 @register("circle")
 @dataclass(frozen=True)
 class CircleNegatives(Negatives):
-    r"""Circle loss: :math:`\eta = \alpha (c - m)`, :math:`\alpha = [c + m]_+` constant; the parameter is m."""
+    r"""Circle loss: :math:`\eta = \alpha (c - m)`, :math:`\alpha = [c + m]_+` constant; the parameter is m.
+
+    Example:
+        >>> CircleNegatives().value(torch.tensor([[0.5, -0.5]]), torch.tensor(0.25))
+        tensor([[0.1875, -0.0000]])
+    """
+
+    contract: ClassVar[Mapping[str, Any]] = {"derivative": False, "rises": False}
 
     def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
         """The margin m."""
@@ -274,6 +301,10 @@ class Binary(Negatives):
     Args:
         t: Exponent of the similarity adjustment g.
         margin: Whether the non-targets have the head's margin; blended with the plain function, it is a smaller one.
+
+    Example:
+        >>> Binary().value(torch.tensor([[0.5, -0.5]]), torch.tensor(0.4))
+        tensor([[ 0.2438, -0.5688]])
     """
 
     t: float = 3.0
@@ -312,6 +343,10 @@ class HingeNegatives(Plain):
 
     Args:
         power: Exponent p, 1 or 2.
+
+    Example:
+        >>> HingeNegatives(power=2).term(torch.tensor([0.5, -2.0]))
+        tensor([2.2500, 0.0000])
     """
 
     power: int = 1

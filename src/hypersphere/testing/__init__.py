@@ -29,7 +29,10 @@ from hypersphere.testing.contract import Check, Contract, find
 
 __all__ = ["Check", "Contract", "cases", "check", "checks", "contract", "contracts"]
 
-_MODULES = ("losses", "margins", "angular", "operators", "layers", "potentials", "energies", "maps", "attacks")
+_MODULES = (
+    *("losses", "margins", "negatives", "angular", "operators", "layers", "potentials", "energies", "maps", "attacks"),
+    *("models", "datasets", "evaluations", "protocols"),
+)
 
 
 def contracts() -> dict[str, Contract]:

@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 from unittest import SkipTest
 
@@ -41,7 +41,10 @@ def add(
     def has_help(name: str) -> None:
         """The first line of its help is a sentence, and every option of its own is explained and has a type."""
         entry = contract.entry(name)
-        if (entry.factory.__module__ or "").startswith("torch."):
+        if any(
+            kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
+            for kind in _kinds(entry.factory)[:2]
+        ):
             return  # others wrote it
         assert re.match(r"\S.*[.)]$", entry.help), f"the help begins with {entry.help!r}, which is no sentence"
         assert not entry.help.startswith("dict("), "the help is that of a built-in type"
@@ -90,9 +93,14 @@ def add(
             resolve(overrides(contract.entry(name).name))
 
 
+def _kinds(factory: Any) -> tuple[Any, ...]:
+    """A factory and the classes that it extends."""
+    return getattr(factory, "__mro__", (factory,))
+
+
 def _inherited(factory: Any, option: str) -> bool:
     """Whether a class that a factory extends explains an option."""
-    return any(re.search(rf"^\s+{option}: ", parent.__doc__ or "", re.M) for parent in getattr(factory, "__mro__", ()))
+    return any(re.search(rf"^\s+{option}: ", parent.__doc__ or "", re.M) for parent in _kinds(factory))
 
 
 def same_state(one: Any, other: Any) -> None:
@@ -121,7 +129,7 @@ def run_example(factory: Any) -> None:
 def _names(factory: Any) -> dict[str, Any]:
     """What an example can name: what the modules of its class and of those that it extends have, and itself."""
     found: dict[str, Any] = {"torch": torch}
-    for kind in reversed(getattr(factory, "__mro__", (factory,))):
+    for kind in reversed(_kinds(factory)):
         found |= vars(sys.modules.get(kind.__module__, torch)) if kind.__module__ != "builtins" else {}
     return {**found, factory.__name__: factory}
 
@@ -138,10 +146,10 @@ def needs_workbench() -> None:
 def listing(contract: Contract) -> str:
     """What ``hypersphere list`` prints of a family, in one line."""
     registry = contract.registry
-    return _listing(contract.plural, tuple((name, id(registry[name].factory)) for name in registry))
+    return _listing(contract.plural, tuple((name, registry[name].factory) for name in registry))
 
 
-@cache
+@lru_cache(1)  # a member that is registered later is listed, too
 def _listing(plural: str, _: Any) -> str:
     needs_workbench()
     from typer.testing import CliRunner
