@@ -52,3 +52,16 @@ def test_commands_exist(line):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@pytest.mark.usefixtures("no_plugins")
+def test_the_loss_in_an_own_file_trains(tmp_path, monkeypatch, start):
+    monkeypatch.chdir(tmp_path)
+    (text,) = [block for block in blocks("python") if block.startswith("# mine.py\n")]
+    (line,) = [line for block in blocks("bash") for line in block.splitlines() if "--plugin mine.py" in line]
+    assert text.count("\n") <= 12
+    Path("mine.py").write_text(text)
+    tiny = ["train.steps=2", "train.tensorboard=false", "schedule.milestones=[1]", "--device", "cpu", "--folder", "run"]
+    done = start(*line.split()[1:], *tiny)
+    assert done.code == 0, done.err
+    assert "name: ring" in Path("run/recipe.yaml").read_text()
