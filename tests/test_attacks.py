@@ -44,7 +44,7 @@ from hypersphere.evaluate import Outputs, evaluations, measure
 from hypersphere.recipe import RecipeError
 from hypersphere.runs import RunFolder
 from hypersphere.tasks.robustness import evaluation as robustness
-from hypersphere.tasks.robustness.commands import ATTACKED
+from hypersphere.tasks.robustness.commands import is_of_attacks
 from hypersphere.tasks.robustness.evaluation import CHECKS, explain
 from hypersphere.tasks.robustness.figures import attack_pictures
 from hypersphere.train import Trainer
@@ -897,7 +897,7 @@ def test_kept_attacks_replace_those_before_and_nothing_else(runs, tmp_path):
 
 def test_every_metric_of_attacks_is_told_from_others(runs):
     _, metrics, _ = runs
-    known = {name for name in metrics if ATTACKED.fullmatch(name)}
+    known = {name for name in metrics if is_of_attacks(name)}
     others = set(metrics) - known
     assert {"accuracy_strongest", "masking_signs", "deepfool_linf"} <= known
     assert "accuracy" in others and not {n for n in others if n.startswith(("accuracy_", "masking", "deepfool"))}

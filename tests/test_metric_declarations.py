@@ -139,7 +139,7 @@ def test_a_removed_evaluation_takes_its_declarations_along():
         ("accuracy", "Test accuracy"),
         ("accuracy/3", "Test accuracy of class 3"),
         ("accuracy_fgsm", "Under FGSM"),
-        ("accuracy_transfer_fgsm", "Under fgsm, transfer"),
+        ("accuracy_transfer_fgsm", "Under FGSM, transfer"),
         ("accuracy_recalibrated", "Test accuracy, statistics anew"),
         ("rare_accuracy", "Rare-class accuracy"),
         ("few_shot_20", "20-shot accuracy"),

@@ -54,6 +54,13 @@ hs.energy.MHE()(hs.nn.factory("linear")(3, 4)).backward()
 for name in hs.nn.operators:
     layer = hs.nn.create(name, "linear")(3, 4)
     (layer(torch.randn(2, 3)).sum() + hs.energy.Orthonormal()(layer)).backward()
+scores, same = torch.linspace(0, 1, 40), torch.arange(40) % 2 == 0
+assert hs.metrics.verification_summary(scores, same, fars=[0.5], samples=10)["auc"].value < 1
+assert hs.metrics.identify(torch.eye(2), [0, 1], torch.eye(2), [0, 1]).rank.tolist() == [1, 1]
+assert hs.metrics.lfw10(torch.randn(40, 3), torch.randn(40, 3), same, torch.arange(40) // 20).folds
+episodes = torch.eye(3).view(1, 3, 1, 3)
+assert hs.metrics.classify(episodes, episodes, "nearest").flatten().tolist() == [0, 1, 2]
+assert hs.metrics.feature_distance(torch.randn(9, 2), torch.randn(9, 2)) > 0
 print(*sorted(m for m in sys.modules if m.startswith("hypersphere.")))
 """
 

@@ -85,6 +85,7 @@ class Evaluations(Registry[dict[str, float]]):
     def __init__(self, members: tuple[str, ...] = ()) -> None:
         super().__init__("evaluation", positional=("outputs",), members=members)
         self._metrics: dict[str, tuple[Metric, ...]] = {}
+        self._further: tuple[Metric, ...] = ()
 
     def register(
         self, name: str, *, aliases: tuple[str, ...] = (), metrics: tuple[Metric, ...] = ()
@@ -105,9 +106,20 @@ class Evaluations(Registry[dict[str, float]]):
 
         return declare
 
-    def metrics(self) -> tuple[Metric, ...]:
-        """Everything that is declared, by evaluation."""
-        return tuple(metric for name in self for metric in self._metrics[name])
+    def declare(self, *metrics: Metric) -> None:
+        """Say how metrics are shown that no evaluation of the registry computes."""
+        self._further += metrics
+
+    def metrics(self, evaluation: str | None = None) -> tuple[Metric, ...]:
+        """What an evaluation declares, or everything that is declared.
+
+        Example:
+            >>> [metric.name for metric in evaluations.metrics("angles")]
+            ['mean_angle', 'min_centre_angle']
+        """
+        if evaluation is not None:
+            return self._metrics[self[evaluation].name]
+        return (*(metric for name in self for metric in self._metrics[name]), *self._further)
 
     def metric(self, name: str) -> Metric:
         """How a metric is shown: as declared, by the pattern that says most of its name, or under its own name.

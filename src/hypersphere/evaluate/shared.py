@@ -34,16 +34,6 @@ MAX_PAIR_SAMPLES = 4000
             help="Mean cross-entropy of the scores without margin on the test samples. Lower is better.",
             detail=True,
         ),
-        # Measured by the trainer with evaluate.recalibrate.
-        Metric(
-            "accuracy_recalibrated",
-            "Test accuracy, statistics anew",
-            unit="%",
-            better="higher",
-            curve="Test accuracy, statistics estimated anew (%)",
-            help="Test accuracy with the running statistics of the layers replaced by those over training samples at "
-            "the end, which running ones may lag behind. Higher is better.",
-        ),
     ),
 )
 def classification(outputs: Outputs) -> dict[str, float]:

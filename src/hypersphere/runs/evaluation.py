@@ -14,7 +14,7 @@ from hypersphere import orthogonal
 from hypersphere.data import Dataset, Split
 from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError
-from hypersphere.evaluate import Outputs, measure
+from hypersphere.evaluate import Metric, Outputs, evaluations, measure
 from hypersphere.nn import Decoupled, recalibrate, saturation
 from hypersphere.recipe import Recipe
 from hypersphere.recipe.seeds import epoch_order
@@ -119,6 +119,19 @@ def _extract(system: System, split: Split) -> tuple[Tensor, Tensor, Tensor]:
             found.append((features.float(), system.head.logits(features), labels))
     features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
     return features, logits, labels
+
+
+evaluations.declare(
+    Metric(
+        "accuracy_recalibrated",
+        "Test accuracy, statistics anew",
+        unit="%",
+        better="higher",
+        curve="Test accuracy, statistics estimated anew (%)",
+        help="Test accuracy with the running statistics of the layers replaced by those over training samples at "
+        "the end, which running ones may lag behind. Higher is better.",
+    ),
+)
 
 
 def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe) -> float:

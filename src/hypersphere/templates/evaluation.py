@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from hypersphere.errors import check_range
-from hypersphere.evaluate import Outputs, evaluations
+from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.geometry import cosine
 
 
-@evaluations.register("my-name")
+@evaluations.register(
+    "my-name", metrics=(Metric("my_name", "Low target cosine", form=".3f", better="higher", help="Higher is tighter."),)
+)
 def my_name(outputs: Outputs, quantile: float = 0.05) -> dict[str, float]:
     """Cosine between a sample and its own class that all but a few test samples reach.
 

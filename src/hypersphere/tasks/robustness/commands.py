@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,14 +16,12 @@ from hypersphere import recipe
 from hypersphere.cli.options import Device, Run, RunDataRoot
 from hypersphere.cli.terminal import console
 from hypersphere.errors import ArgumentError
+from hypersphere.evaluate import evaluations
 from hypersphere.runs import RunFolder, artefacts, load_with_data
 from hypersphere.runs.artefacts import ARTEFACT
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.read import EVALUATION, FEATURES
 from hypersphere.tasks.robustness.evaluation import explain
-
-ATTACKED = re.compile(r"accuracy_(natural|strongest|fgsm|bim|pgd|square|transfer_\w+)|(masking|deepfool)_\w+")
-"""Metrics of attacks, which those of other attacks replace: of two budgets they would contradict each other."""
 
 
 def attack_run(
@@ -64,9 +61,14 @@ def attack_run(
     _show(str(folder.facts()["name"]), metrics)
     if keep:
         outputs.artefacts.update(_other_pictures(folder))
-        others = {name: value for name, value in before.items() if not ATTACKED.fullmatch(name)}
+        others = {name: value for name, value in before.items() if not is_of_attacks(name)}
         write_evaluation(folder, trained, outputs, others | metrics)
         console.print(f"Kept in {folder.path}; see them with `hypersphere report {folder.path}`", highlight=False)
+
+
+def is_of_attacks(name: str) -> bool:
+    """Whether a metric is one of attacks, which other ones replace: of two budgets they would contradict each other."""
+    return any(metric.of(name) for metric in evaluations.metrics("attacks"))
 
 
 def _budget(value: str) -> float:
@@ -88,19 +90,17 @@ def _other_pictures(folder: RunFolder) -> dict[str, Tensor]:
 
 
 def _show(title: str, metrics: dict[str, float]) -> None:
-    """Accuracies as a table, then the checks in words."""
+    """Accuracies and smallest changes as a table, then the checks in words."""
     grid = Table(
         title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2)
     )
-    grid.add_column("attack", style="cyan", no_wrap=True)
-    grid.add_column("accuracy", justify="right")
+    grid.add_column("", style="cyan", no_wrap=True)
+    grid.add_column("", justify="right")
     for name, value in metrics.items():
-        if name.startswith("accuracy_"):
-            grid.add_row(name.removeprefix("accuracy_").replace("_", " "), f"{value:.2%}")
+        if name.startswith(("accuracy_", "deepfool_")):
+            metric = evaluations.metric(name)
+            grid.add_row(metric.title, metric.text(value))
     console.print(grid)
-    for norm in ("l2", "linf"):
-        if (size := metrics.get(f"deepfool_{norm}")) is not None:
-            console.print(f"median of the smallest changes that fool, {norm}: {size:.4g}", highlight=False)
     said = explain(metrics)
     for bad, words in said:
         mark = "[bold yellow]sign of masking:[/] " if bad else "[green]fine:[/] "

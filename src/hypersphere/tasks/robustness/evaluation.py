@@ -127,6 +127,10 @@ def explain(metrics: Mapping[str, float]) -> list[tuple[bool, str]]:
     return found
 
 
+TITLES = {"fgsm": "FGSM", "bim": "BIM", "pgd": "PGD", "square": "Square"}
+"""What attacks are called in tables and pictures."""
+
+
 def _under(name: str, title: str, what: str, *, detail: bool = False) -> Metric:
     words = f"Share of test images that get the right class after {what}. Higher is better."
     return Metric(f"accuracy_{name}", title, unit="%", better="higher", help=words, detail=detail)
@@ -141,7 +145,15 @@ def _under(name: str, title: str, what: str, *, detail: bool = False) -> Metric:
         _under("pgd", "Under PGD", "many small steps along the sign of the gradient from a random start"),
         _under("square", "Under Square", "random squares that are kept where they help, without gradients"),
         _under("strongest", "Under any attack", "the strongest of all attacks tried, with and without gradients"),
-        _under("transfer_*", "Under {}, transfer", "an attack with the gradients of another model", detail=True),
+        *(
+            _under(
+                f"transfer_{name}",
+                f"Under {title}, transfer",
+                f"{title} on the gradients of another model",
+                detail=True,
+            )
+            for name, title in TITLES.items()
+        ),
         Metric(
             "masking_signs",
             "Signs of masking",

@@ -11,11 +11,10 @@ from hypersphere import drawing
 from hypersphere.drawing import Floats, colour
 from hypersphere.report.figures import FRAME, Figure, coordinates, numbers, plotly_layout, plotly_legend, text
 from hypersphere.report.sections import Picture, Section, figures
-from hypersphere.tasks.robustness.evaluation import CHECKS, explain
+from hypersphere.tasks.robustness.evaluation import CHECKS, TITLES, explain
 
 SIDE = 64
 """About the side of an image in a picture, in pixels of its own."""
-TITLES = {"fgsm": "FGSM", "bim": "BIM", "pgd": "PGD", "square": "Square, no gradients"}
 
 
 def attack_pictures(artefacts: Mapping[str, Any]) -> list[Picture]:
