@@ -998,7 +998,9 @@ def test_the_page_names_every_attack_check_and_recipe_and_no_other():
     named = set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE))
     assert named >= {*attacks, *CHECKS}
     recipes = set(re.findall(r"`([a-z0-9]+-robust[a-z0-9-]*)", PAGE))
-    assert recipes == {file.stem for file in (ROOT / "src" / "hypersphere" / "recipes").glob("*-robust*.yaml")}
+    assert recipes == {
+        file.stem for file in (ROOT / "src" / "hypersphere" / "tasks" / "robustness" / "recipes").glob("*.yaml")
+    }
     for name, check in CHECKS.items():
         row = re.search(rf"^\| `{name}` .*$", PAGE, re.MULTILINE)[0]
         assert f"above {check.sign:g}" in row

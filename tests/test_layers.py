@@ -84,8 +84,9 @@ class Module:
         members = {
             text
             for node in ast.walk(tree)
-            if isinstance(node, ast.keyword) and node.arg == "members"
-            for text in ast.walk(node.value)
+            for name, value in registered(node)
+            if name == "members"
+            for text in ast.walk(value)
         }
         self.imports, self.attributes, self.defined = set(), set(), set()
         for node in ast.walk(tree):
@@ -108,6 +109,15 @@ class Module:
                     self.defined.add(node.attr)
                 case ast.Attribute() if is_private(node.attr):
                     self.attributes.add(node.attr)
+
+
+def registered(node):
+    """Keywords of a call, and defaults of a function's arguments, by name."""
+    if isinstance(node, ast.keyword):
+        yield node.arg, node.value
+    elif isinstance(node, ast.arguments):
+        plain = (*node.posonlyargs, *node.args)[::-1]
+        yield from ((a.arg, value) for a, value in zip(plain, node.defaults[::-1], strict=False))
 
 
 def is_module(text):

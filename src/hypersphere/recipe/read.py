@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 from collections.abc import Hashable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,14 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def embedded() -> dict[str, str]:
     """Names of the recipes that come with the package, with their help."""
-    folder = importlib.resources.files("hypersphere.recipes")
-    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
-    return {name: load(name).help for name in names}
+    return {name: load(name).help for name in _files()}
+
+
+def _files(members: tuple[str, ...] = ("hypersphere.recipes", "hypersphere.tasks")) -> dict[str, Path]:
+    """Files of the recipes that come with the package by name: of these packages, and of the tasks inside them."""
+    roots = [Path(root) for member in members for root in import_module(member).__path__]
+    files = [file for root in roots for pattern in ("*.yaml", "*/recipes/*.yaml") for file in root.glob(pattern)]
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def _read(source: str | Path, seen: tuple[str, ...], where: str = "") -> tuple[dict[str, Any], dict[Location, str]]:
@@ -76,13 +81,11 @@ def _find(source: str | Path, where: str) -> tuple[str, str]:
             return str(path), path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{where}{path} cannot be read as text: {error}") from error
-    resource = importlib.resources.files("hypersphere.recipes") / f"{source}.yaml"
-    if path.name == str(source) and resource.is_file():
-        return f"recipe {source}", resource.read_text(encoding="utf-8")
-    folder = importlib.resources.files("hypersphere.recipes")
-    names = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
-    hint = did_you_mean(str(source), names)
-    raise RecipeError(f"{where}no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(names)}")
+    files = _files()
+    if str(source) in files:
+        return f"recipe {source}", files[str(source)].read_text(encoding="utf-8")
+    hint = did_you_mean(str(source), files)
+    raise RecipeError(f"{where}no recipe file or embedded recipe {str(source)!r}.{hint} Embedded: {', '.join(files)}")
 
 
 def _lines(node: yaml.Node, location: Location, title: str) -> Iterable[tuple[Location, str]]:
