@@ -61,6 +61,8 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     :meth:`penalty`         what is added to each sample's loss
     :meth:`typical_norm`    feature norm at which :meth:`psi` is shown
     :meth:`details`         what else ``print`` shows
+    ``reset_parameters``    how class weights begin
+    ``add_classes``         what else grows with the classes
     ``takes_soft_labels``   whether labels may be soft
     ``softmax_scale``       whether a constant scale bounds the probability that can be reached
     ``narrow_buffers``      buffers that follow the head into 16 bit

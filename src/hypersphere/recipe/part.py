@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
+from hypersphere.errors import ArgumentError
 from hypersphere.recipe.explain import member_types
-from hypersphere.registry import Entry, Registry
+from hypersphere.registry import Entry, Option, Registry, registry_of
 
 
 class Keys(BaseModel):
@@ -120,7 +121,7 @@ class LayerChoice(Part):
 def options_model(entry: Entry[Any]) -> type[BaseModel]:
     """A strict pydantic model of a factory's options."""
     fields: dict[str, Any] = {
-        option.name: (field_type(option.annotation), ... if option.required else option.default)
+        option.name: (field_type(option.annotation), ... if option.required else _expressible(option))
         for option in entry.options
     }
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -130,16 +131,66 @@ def options_model(entry: Entry[Any]) -> type[BaseModel]:
         return pydantic.create_model(entry.name, __config__=config, **fields)
 
 
+def member_registry(annotation: Any) -> Registry[Any] | None:
+    """The registry whose members an option takes (margins, say), if it takes such: by name, or with options."""
+    return next((found for kind in member_types(annotation) if (found := registry_of(kind)) is not None), None)
+
+
+def _expressible(option: Option) -> Any:
+    """The default of an option; ``None`` for a member that has no name in it."""
+    registry = member_registry(option.annotation)
+    member = registry is not None and registry.kind is not None and isinstance(option.default, registry.kind)
+    return None if member else option.default
+
+
 def module_type(annotation: Any) -> type[nn.Module] | None:
     """The module class an option takes (an annealer, say), if it takes one."""
     return next((c for c in member_types(annotation) if isinstance(c, type) and issubclass(c, nn.Module)), None)
 
 
 def field_type(annotation: Any) -> Any:
-    """The annotation as a recipe can express it: a module becomes the mapping of its options."""
+    """The annotation as a recipe can express it: a module becomes the mapping of its options, a member its name."""
+    members = member_types(annotation)
+    if member_registry(annotation) is not None:
+        others = [kind for kind in members if registry_of(kind) is None and kind is not str]
+        return Union[(*others, str, dict[str, Any], None)]  # None: the default, which has no name
     module = module_type(annotation)
     if module is None:
         return annotation
     nested = options_model(Entry(module.__name__, module, (), ()))
-    others = [m for m in member_types(annotation) if not (isinstance(m, type) and issubclass(m, nn.Module))]
+    others = [m for m in members if not (isinstance(m, type) and issubclass(m, nn.Module))]
     return Union[(*others, nested)]
+
+
+def built(entry: Entry[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the members and modules that stand for their mappings; see :class:`BuildError`."""
+    found = dict(options)
+    for option in entry.options:
+        value = found.get(option.name)
+        if not isinstance(value, Mapping):
+            continue
+        try:
+            if (registry := member_registry(option.annotation)) is not None:
+                inner = registry[value["name"]]
+                given = {key: part for key, part in value.items() if key != "name" and part is not None}
+                found[option.name] = inner.factory(**built(inner, given))
+            elif (module := module_type(option.annotation)) is not None:
+                found[option.name] = module(**value)
+        except BuildError as error:
+            raise BuildError(error.error, (option.name, *error.place)) from error.error
+        except ArgumentError as error:
+            raise BuildError(error, (option.name,)) from error
+    return found
+
+
+class BuildError(Exception):
+    """A wrong argument of something that stands inside of a part.
+
+    Args:
+        error: What was wrong.
+        place: The keys inside of the part under which the argument stands.
+    """
+
+    def __init__(self, error: ArgumentError, place: tuple[str, ...]) -> None:
+        super().__init__(str(error))
+        self.error, self.place = error, place

@@ -10,7 +10,7 @@ from pydantic import BaseModel, RootModel
 
 from hypersphere.errors import ArgumentError
 from hypersphere.recipe.explain import Location, RecipeError, describe, explain
-from hypersphere.recipe.part import Part, options_model
+from hypersphere.recipe.part import Part, member_registry, options_model
 from hypersphere.recipe.schema import Recipe, recipe_type
 from hypersphere.registry import Registry, UnknownNameError
 
@@ -101,7 +101,11 @@ def _with_options(
         return part
     model = options_model(entry)
     try:
-        options = model.model_validate(registry.canonical(part.options, entry)).model_dump()
+        given = registry.canonical(part.options, entry)
+        for option in entry.options:
+            if option.name in given and (inner := member_registry(option.annotation)) is not None:
+                given[option.name] = _member(given[option.name], inner, (*location, option.name), places, mistakes)
+        options = model.model_validate(given).model_dump()
     except ArgumentError as error:
         mistakes.append(describe(places, (*location, error.argument), str(error)))
         return part
@@ -110,3 +114,19 @@ def _with_options(
         mistakes += explain(error, model, part.options, places, location, extra_keys=own)
         return part
     return type(part).model_validate({**{key: getattr(part, key) for key in type(part).model_fields}, **options})
+
+
+def _member(
+    value: Any, registry: Registry[Any], location: Location, places: Mapping[Location, str], mistakes: list[str]
+) -> Any:
+    """A member given as an option: a name as it is, a mapping of its name and options with all of them."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("name"), str):
+            return _with_options(Part.model_validate(value), registry, location, places, mistakes).model_dump()
+        mistakes.append(describe(places, (*location, "name"), f"must be given, the name of the {registry.family}"))
+    elif isinstance(value, str) and value not in registry:
+        try:
+            registry[value]
+        except UnknownNameError as error:
+            mistakes.append(describe(places, location, str(error)))
+    return value

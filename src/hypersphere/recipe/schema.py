@@ -18,7 +18,7 @@ from hypersphere.losses import losses
 from hypersphere.models import models
 from hypersphere.recipe.explain import Location, RecipeError, describe, member_types
 from hypersphere.recipe.hash import Housekeeping, Later, content, digests
-from hypersphere.recipe.part import Keys, Part, Schedule, module_type
+from hypersphere.recipe.part import BuildError, Keys, Part, Schedule, built
 from hypersphere.recipe.section import Section, kinds
 from hypersphere.recipe.text import Dumper, key_of
 from hypersphere.registry import Registry, UnknownNameError
@@ -244,22 +244,16 @@ class Recipe(Keys):
         for key in location:
             part = part[key] if isinstance(key, int) else getattr(part, key)
         entry = registry[part.name]
-        modules = {option.name: module_type(option.annotation) for option in entry.options}
-        options = part.options
-        place = location
         try:
-            for key, value in options.items():
-                if isinstance(value, Mapping) and (module := modules.get(key)):
-                    place = (*location, key)
-                    options[key] = module(**value)
-            place = location
-            return entry.factory(*args, **options)
+            return entry.factory(*args, **built(entry, part.options))
         except UnknownNameError as error:  # a layer name, say
-            raise RecipeError(describe(self._places, place, str(error))) from error
+            raise RecipeError(describe(self._places, location, str(error))) from error
         except TypeError as error:  # a layer that cannot stand where it was put
-            raise RecipeError(describe(self._places, place, f"cannot be built: {error}")) from error
+            raise RecipeError(describe(self._places, location, f"cannot be built: {error}")) from error
+        except BuildError as error:
+            raise self.blame(error.error, *location, *error.place) from error.error
         except ArgumentError as error:
-            raise self.blame(error, *place) from error
+            raise self.blame(error, *location) from error
 
     @contextmanager
     def blamed(self, *location: str | int) -> Iterator[None]:
