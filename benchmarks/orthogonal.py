@@ -598,9 +598,7 @@ def prepare_step(
     images = torch.randn(network.batch, 3, 32, 32).to(device).contiguous(memory_format=layout)
     labels = torch.randint(100, (network.batch,)).to(device)
     net = net.to(device).to(memory_format=layout)
-    optimiser = torch.optim.SGD(
-        hs.orthogonal.parameter_groups(net, lr=0.01, rotation_lr=RATE), momentum=0.9, fused=True
-    )
+    optimiser = torch.optim.SGD(hs.parameter_groups(net, lr=0.01, rotation_lr=RATE), momentum=0.9, fused=True)
     together = Together(rotation for _, rotation in hs.orthogonal.rotations(net))
     if compiled:
         torch.compiler.reset()

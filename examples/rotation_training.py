@@ -120,7 +120,7 @@ def train(data: Dataset, kind: str, steps: int, seed: int) -> tuple[nn.Sequentia
     model = build(kind)
     generator = torch.Generator().manual_seed(seed)
     rate = 0.0 if kind == "rotation random" else ROTATION_RATE
-    optimiser = torch.optim.Adam(hs.orthogonal.parameter_groups(model, lr=LEARNING_RATE, rotation_lr=rate))
+    optimiser = torch.optim.Adam(hs.parameter_groups(model, lr=LEARNING_RATE, rotation_lr=rate))
     outcome = Outcome([], [], [], [])
     for step in range(steps + 1):
         if step % EVERY == 0 or step == steps:

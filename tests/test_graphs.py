@@ -547,9 +547,7 @@ def test_orthogonal_training_keeps_the_gram_matrix(map):
     before = model.layers[0].weight.detach().clone()
     orthogonal.apply(model, map, skip=())
     head = create_loss("softmax", 16, 3, bias=False)
-    optimiser = torch.optim.SGD(
-        [*orthogonal.parameter_groups(model, lr=0.5), {"params": list(head.parameters())}], lr=0.5
-    )
+    optimiser = torch.optim.SGD(hs.parameter_groups(model, head, lr=0.5), lr=0.5)
     labels = torch.arange(11) % 3
     losses = []
     for _ in range(30):

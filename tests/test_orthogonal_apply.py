@@ -222,7 +222,7 @@ def test_gram_norms_energies_and_singular_values_survive_a_thousand_steps(name, 
     hs.orthogonal.apply(model, name, **options)
     layers = [model[0], model[2]]
     before = [layer.weight.detach().double() for layer in layers]
-    groups = hs.orthogonal.parameter_groups(model, lr=0.02)
+    groups = hs.parameter_groups(model, lr=0.02)
     optimiser = torch.optim.SGD(groups, momentum=0.9)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 12, generator=generator)
@@ -490,7 +490,7 @@ def test_resampling_keeps_the_function_the_angles_and_redraws(sampling):
     names = dict(hs.orthogonal.rotations(model))
     assert names["0"].index is None  # the first layer is turned whole
     gram = [m.weight.flatten(1).double() @ m.weight.flatten(1).double().T for m in (model[2], model[4])]
-    optimiser = torch.optim.Adam(hs.orthogonal.parameter_groups(model, lr=1e-2), lr=1e-2)
+    optimiser = torch.optim.Adam(hs.parameter_groups(model, lr=1e-2), lr=1e-2)
     resampling = hs.orthogonal.Resampling(model, 5, optimiser, seed=1)
     generator = torch.Generator().manual_seed(0)
     seen = []
@@ -572,7 +572,7 @@ def test_poet_keeps_singular_values_through_merges():
     layers = [model[0], model[2]]
     before = [torch.linalg.svdvals(layer.weight.double()) for layer in layers]
     gram = layers[0].weight.double() @ layers[0].weight.double().T
-    optimiser = torch.optim.Adam(hs.orthogonal.parameter_groups(model, lr=1e-3, rotation_lr=2e-3))
+    optimiser = torch.optim.Adam(hs.parameter_groups(model, lr=1e-3, rotation_lr=2e-3))
     resampling = hs.orthogonal.Resampling(model, 20, optimiser)
     x, y = torch.randn(64, 24), torch.randint(4, (64,))
     losses = []

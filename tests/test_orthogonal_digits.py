@@ -120,11 +120,9 @@ def trained(
         groups = [{"params": [p for p in networks.parameters() if p.requires_grad], "lr": 0.01}]
     else:
         hs.orthogonal.apply(networks, name, exclude="4", seed=0, **options)
-        groups = hs.orthogonal.parameter_groups(networks, lr=0.01, rotation_lr=lr)
-    if name == "direct":
-        optimiser = hs.optim.OGD([{**groups[0], "orthogonal": True}, *groups[1:]], momentum=0.9)
-    else:
-        optimiser = torch.optim.SGD(groups, momentum=0.9)
+        groups = hs.parameter_groups(networks, lr=0.01, rotation_lr=lr)
+    kind = hs.optim.OGD if name == "direct" else torch.optim.SGD
+    optimiser = kind(groups, momentum=0.9)
     resample = hs.orthogonal.Resampling(networks, every, optimiser) if every else lambda: None
     kinds = ((1.0, False), (2.0, True))
     before = [energies(networks, *kind) for kind in kinds]
@@ -187,7 +185,7 @@ def test_networks_side_by_side_are_networks_of_their_own():
                 layer.weight.copy_(weights[3])
                 layer.bias.zero_()
         hs.orthogonal.apply(model, name)
-        optimiser = torch.optim.SGD(hs.orthogonal.parameter_groups(model, lr=0.01, rotation_lr=0.1), momentum=0.9)
+        optimiser = torch.optim.SGD(hs.parameter_groups(model, lr=0.01, rotation_lr=0.1), momentum=0.9)
         for step in range(steps):
             batch = begin.batches[3, step]
             optimiser.zero_grad()

@@ -112,7 +112,7 @@ TOP = (
         pytest.param(
             "convert:\n  name: tanh\n  skip: [lost]\n",
             3,
-            "convert.skip.0 should be 'first', 'last' or 'shortcut', got 'lost'",
+            "convert.skip.0 should be 'first', 'output', 'last' or 'shortcut', got 'lost'",
             id="place to skip",
         ),
         pytest.param(
@@ -649,7 +649,8 @@ def test_hash_without_seed():
 def test_an_operator_is_put_in_and_taken_out():
     plan = recipe.load("digits-softmax", ["convert=tanh"])
     assert plan.convert is not None and plan.convert.name == "tanh" and plan.convert.options["angular"] == "cosine"
-    assert plan.convert.choice == {"skip": ("shortcut",)}
+    assert plan.convert.choice == {"skip": ("shortcut",), "output": None}
+    assert recipe.load("digits-softmax", ["convert.name=tanh", "convert.skip=last"]).convert.choice["output"] == "auto"
     back = recipe.load("digits-dcnet", ["convert=null"])
     assert back.convert is None
     assert recipe.load("digits-softmax", ["convert.name=seg", "convert.beta=0.25"]).convert.options["beta"] == 0.25

@@ -17,8 +17,8 @@ The output of a model is one layer or none. By ``output=``:
      follows there. Of several such children the last one counts.
   4. Of other models than those of transformers, it is the last module that has parameters or normalises, in order of
      registration (with an ``example``: of the calls of its forward pass), if that is a linear layer that the model
-     holds itself or in an ``nn.Sequential``. So is a 1x1 convolution in an ``nn.Sequential`` from the model on, whose
-     layers have no names, or one called ``fc``.
+     holds itself or in an ``nn.Sequential``. So is a 1x1 convolution behind other layers in a model that is an
+     ``nn.Sequential``, whose layers have no names, and one called ``fc``.
   5. Otherwise there is none. In particular the last linear layer of a block of a feature extractor is none, and what
      is followed by a normalisation.
 """
@@ -287,7 +287,7 @@ def _decided(model: nn.Module, rows: Sequence[Layer], order: Sequence[nn.Module]
     if callable(said) or not events or events[-1] not in known or not _may_classify(events[-1]):
         return None
     path = _path(model, events[-1])
-    named = not isinstance(model, nn.Sequential) and path[:1] != ["fc"]
+    named = not (isinstance(model, nn.Sequential) and len(known) > 1) and path[:1] != ["fc"]
     return None if not path or (named and isinstance(events[-1], neurons.CONVOLUTIONS)) else events[-1]
 
 

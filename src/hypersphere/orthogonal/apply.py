@@ -63,7 +63,7 @@ def apply(
     and every hyperspherical energy stay as they are, however long it is trained; biases, normalisation and layers that
     are not chosen are trained as always. :func:`merge` gives the plain model back, :func:`check` shows how far
     rotations have come and how exact they are. Build the optimiser afterwards, with no weight decay on the rotations
-    (:func:`parameter_groups`).
+    (:func:`hypersphere.parameter_groups`).
 
     The matrices of all layers are computed once in each forward pass of the model, those of equal size together.
 
@@ -402,33 +402,6 @@ def cached(model: nn.Module) -> Iterator[None]:
         raise ArgumentError("model", "must not be changed inside the cached() block: step the optimiser after it")
     if pairs:
         torch.autograd.backward([matrices for matrices, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def parameter_groups(
-    model: Any, lr: float, *, rotation_lr: float | None = None, weight_decay: float = 0.0
-) -> list[dict[str, Any]]:
-    """Groups for an optimiser: rotations without weight decay and with a learning rate of their own, and the rest.
-
-    Args:
-        model: The model.
-        lr: Learning rate of everything but rotations.
-        rotation_lr: That of rotations; by default the same. Without normalisation layers ten times as much may be best.
-        weight_decay: Weight decay of everything but rotations.
-
-    Example:
-        >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
-        >>> optimiser = torch.optim.SGD(parameter_groups(model, lr=0.01, weight_decay=5e-4), momentum=0.9)
-        >>> [len(group["params"]) for group in optimiser.param_groups]
-        [1, 3]
-    """
-    turned = {part.free: None for part in model.modules() if getattr(part, "is_rotation", False)}
-    rest = [p for p in model.parameters() if p not in turned and p.requires_grad]
-    own = [p for p in turned if p.requires_grad]
-    rate = lr if rotation_lr is None else rotation_lr
-    return [
-        {"params": own, "lr": rate, "weight_decay": 0.0},
-        {"params": rest, "lr": lr, "weight_decay": weight_decay},
-    ]
 
 
 # ------------------------------------------------------------------------------------------ merge and check

@@ -35,7 +35,7 @@ class Resampling:
         >>> import hypersphere as hs
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = hs.orthogonal.apply(model, sample=0.25)
-        >>> optimiser = torch.optim.SGD(hs.orthogonal.parameter_groups(model, lr=0.01), momentum=0.9)
+        >>> optimiser = torch.optim.SGD(hs.parameter_groups(model, lr=0.01), momentum=0.9)
         >>> resampling = Resampling(model, every=2, optimiser=optimiser)
         >>> for _ in range(4):
         ...     model(torch.randn(5, 8)).square().sum().backward()
