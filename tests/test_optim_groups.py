@@ -121,7 +121,7 @@ def test_plain_sgd_trains_what_the_trainer_does(name, tmp_path):
         "optimiser.decay=weights",
     ]
     changes += ["train.precision=fp32", "schedule.name=constant", "schedule.warmup=0", "train.clip_norm=null"]
-    changes += ["project.every=0"]
+    changes += ["project.every=0", "regularisers=[]"]
     plan = recipe.load(name, changes)
     trainer = Trainer(plan, RunFolder.create(tmp_path / "run", plan, CPU), CPU)
     model, head = copy.deepcopy(trainer.model), copy.deepcopy(trainer.head)
