@@ -43,8 +43,8 @@ def create(name: str | Mapping[str, Any] | Negatives, **options: Any) -> Negativ
     """Build a rule by name, or from a mapping of its name and options; an instance is passed through.
 
     Example:
-        >>> create("binary", t=2.0), create({"name": "binary", "t": 2.0})
-        (Binary(detach=False, t=2.0), Binary(detach=False, t=2.0))
+        >>> create("hinge", power=2), create({"name": "hinge", "power": 2})
+        (HingeNegatives(detach=False, power=2), HingeNegatives(detach=False, power=2))
     """
     return rules.resolve(name, **options)
 

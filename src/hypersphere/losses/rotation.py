@@ -15,7 +15,7 @@ from hypersphere.orthogonal.maps import Map, create
 
 
 class ClassRotation(nn.Module):
-    r"""Turns features so that fixed class vectors act as if they were turned: :math:`\langle R v, x \rangle`.
+    r"""Rotates features so that fixed class vectors act as if they were rotated: :math:`\langle R v, x \rangle`.
 
     .. math:: \langle R v_c, x \rangle = \langle v_c, R^\top x \rangle, \qquad R = \text{map}(\text{free})
 

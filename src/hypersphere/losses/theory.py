@@ -155,7 +155,7 @@ def suggest_scale(classes: int, probability: float = 0.9) -> float:
 
     Args:
         classes: Number of classes C, at least 1.
-        probability: Wanted probability p of the own class, between 0 and 1, both excluded.
+        probability: Wanted probability p of the target, between 0 and 1, both excluded.
 
     Returns:
         The scale, never below 0; 0 for a single class.

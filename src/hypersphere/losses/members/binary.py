@@ -36,7 +36,7 @@ class SphereFace2(MarginSoftmax):
         s: Scale.
         m: Margin; 0.4, 0.5 and 1.7 by default.
         t: Exponent of the similarity adjustment g.
-        balance: Weight :math:`\lambda` of the own class against all others, in (0, 1).
+        balance: Weight :math:`\lambda` of the target against all other classes, in (0, 1).
         loss_weight: Factor w.
         gradient: Detached by default, as in the reference.
         **options: See :class:`MarginSoftmax`.

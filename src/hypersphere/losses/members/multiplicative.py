@@ -141,7 +141,7 @@ class MSoftmax(MarginSoftmax):
 
 @losses.register("sphereface-r", aliases=("sphereface-revived",))
 class SphereFaceR(MarginSoftmax):
-    r"""SphereFace-R: multiplicative margins made trainable, on the own class or on the others.
+    r"""SphereFace-R: multiplicative margins made trainable, on the target or on the non-targets.
 
     .. math:: v0: \psi = \cos(m\theta - k\pi) - 2k \qquad v1: \psi = \cos(\min(m\theta, \pi)) \qquad
         v2: \eta = \cos(\theta / m)
@@ -266,7 +266,7 @@ class SphereFacePlus(ASoftmax):
 
 
 class _Unmargined(margins.NoMargin):
-    """No margin on the own class: it stands on the others, with the same limits."""
+    """No margin on the target: it stands on the non-targets, with the same limits."""
 
     def check(self, **m: float) -> None:
         check_range("m", m["m"], 1)

@@ -22,6 +22,7 @@ class Softmax(MarginSoftmax):
         **options: See :class:`MarginSoftmax`.
 
     Example:
+        >>> import torch
         >>> Softmax(3, 10)(torch.zeros(2, 3), torch.tensor([0, 1])).item()
         2.3025...
     """
@@ -44,6 +45,7 @@ class WSoftmax(MarginSoftmax):
         **options: See :class:`MarginSoftmax`.
 
     Example:
+        >>> import torch
         >>> WSoftmax(3, 10, g="linear")(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
@@ -68,6 +70,7 @@ class SSoftmax(MarginSoftmax):
         **options: See :class:`MarginSoftmax`.
 
     Example:
+        >>> import torch
         >>> SSoftmax(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
@@ -100,6 +103,7 @@ class NormFace(MarginSoftmax):
         **options: See :class:`MarginSoftmax`.
 
     Example:
+        >>> import torch
         >>> NormFace(3, 10)(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
