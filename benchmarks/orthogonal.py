@@ -36,7 +36,7 @@ from torch.nn.utils import parametrizations
 
 import hypersphere as hs
 from hypersphere.orthogonal import Map
-from hypersphere.orthogonal.rotation import Together
+from hypersphere.orthogonal.rotation import BatchedRotations
 from hypersphere.results import ResultRow, write_rows
 from hypersphere.runs import code_version
 
@@ -599,7 +599,7 @@ def prepare_step(
     labels = torch.randint(100, (network.batch,)).to(device)
     net = net.to(device).to(memory_format=layout)
     optimiser = torch.optim.SGD(hs.parameter_groups(net, lr=0.01, rotation_lr=RATE), momentum=0.9, fused=True)
-    together = Together(rotation for _, rotation in hs.orthogonal.rotations(net))
+    together = BatchedRotations(rotation for _, rotation in hs.orthogonal.rotations(net))
     if compiled:
         torch.compiler.reset()
     call = torch.compile(net, dynamic=False) if compiled else net

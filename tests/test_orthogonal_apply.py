@@ -184,7 +184,7 @@ def test_bad_arguments_name_themselves_and_change_nothing():
         hs.orthogonal.apply(model, "caylay")
     assert list(model.state_dict()) == list(before)
     hs.orthogonal.apply(model)
-    with pytest.raises(ArgumentError, match="turned already: merge it first"):
+    with pytest.raises(ArgumentError, match="rotated already: merge it first"):
         hs.orthogonal.apply(model)
     with pytest.raises(ArgumentError, match="got none"):
         hs.orthogonal.penalty(mlp(2, 3, 2))

@@ -195,14 +195,14 @@ class Adapter(Rotation):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The weight of the adapted layer; computed in float32 or wider, in the type of ``weight``."""
-        vectors = self.turn(at_least_float32(self.layout.vectors(weight)))
+        vectors = self.rotate(at_least_float32(self.layout.vectors(weight)))
         if self.log_scale is not None:
             vectors = vectors * self.log_scale.exp().view(vectors.shape[:2]).unsqueeze(-1)
         return self.layout.weight(vectors, weight)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Inputs ``(..., d)`` for the layer as it was: the transpose of R on each."""
-        return self.turn(x, back=True)
+        return self.rotate(x, back=True)
 
     def outputs(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs ``(..., n)`` of the layer as it was, each but for its bias times its factor."""
@@ -259,7 +259,7 @@ class Adapters(nn.ModuleDict):
         return adapter.outputs(output, bias() if callable(bias) else bias)  # torch's quantised layers have a method
 
 
-class _Turned(nn.Module):
+class _Rotated(nn.Module):
     """What a layer is besides its own class while adapters turn its weight."""
 
     plain: type[nn.Module]
@@ -278,18 +278,18 @@ class _Turned(nn.Module):
         return _revived, (self.plain,), vars(self)
 
 
-_turned: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _turned_class(plain: type[nn.Module]) -> type[nn.Module]:
-    if plain not in _turned:
+def _rotated_class(plain: type[nn.Module]) -> type[nn.Module]:
+    if plain not in _classes:
         about = {"plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        _turned[plain] = type(plain.__name__, (_Turned, plain), about)
-    return _turned[plain]
+        _classes[plain] = type(plain.__name__, (_Rotated, plain), about)
+    return _classes[plain]
 
 
 def _revived(plain: type[nn.Module]) -> nn.Module:
-    made = _turned_class(plain)
+    made = _rotated_class(plain)
     return made.__new__(made)
 
 
@@ -301,15 +301,15 @@ def _install(layer: Any, name: str, adapter: Adapter) -> None:
     if adapter.input_centric and not holder.hooks:
         holder.hooks.append(layer.register_forward_pre_hook(holder.before, with_kwargs=True))
         holder.hooks.append(layer.register_forward_hook(holder.after))
-    if not adapter.input_centric and not isinstance(layer, _Turned):
-        layer.__class__ = _turned_class(type(layer))
+    if not adapter.input_centric and not isinstance(layer, _Rotated):
+        layer.__class__ = _rotated_class(type(layer))
     layer.keeps_angles = True
 
 
 def _uninstall(layer: Any) -> None:
     for hook in layer.adapters.hooks:
         hook.remove()
-    if isinstance(layer, _Turned):
+    if isinstance(layer, _Rotated):
         layer.__class__ = layer.plain  # type: ignore[assignment]
     del layer.adapters, layer.keeps_angles
 

@@ -23,7 +23,7 @@ from hypersphere.neurons import Layout
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
 from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create, orthogonality_error
-from hypersphere.orthogonal.rotation import Rotation, Together, rotations
+from hypersphere.orthogonal.rotation import BatchedRotations, Rotation, rotations
 from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
@@ -177,7 +177,7 @@ def _check(
 
 
 class Rotated(NamedTuple):
-    """A weight of a model that rotations turn, or are going to.
+    """A weight of a model that is rotated, or is going to be.
 
     Attributes:
         name: Name of the layer.
@@ -212,7 +212,7 @@ def _obstacle(row: Layer, holders: Mapping[int, int]) -> str:
     module: Any = row.module
     if parametrize.is_parametrized(module, row.weight):
         own = all(isinstance(part, Rotation) for part in module.parametrizations[row.weight])
-        return "turned already: merge it first" if own else "its weight is parametrised"
+        return "rotated already: merge it first" if own else "its weight is parametrised"
     weight = module._parameters.get(row.weight)
     missing = weight is None
     obstacles = {
@@ -352,7 +352,7 @@ def gather(model: nn.Module) -> None:
             hook.remove()
     found = [rotation for _, rotation in rotations(model)]
     if found:
-        together = Together(found)
+        together = BatchedRotations(found)
         hooks = [model.register_forward_pre_hook(together.before)]
         hooks.append(model.register_forward_hook(together.after, always_call=True))
         object.__setattr__(model, _TOGETHER, hooks)
@@ -373,7 +373,7 @@ def cached(model: nn.Module) -> Iterator[None]:
         >>> model[0].parametrizations.weight[0].free.grad.shape
         torch.Size([1, 3, 3])
     """
-    together = Together(rotation for _, rotation in rotations(model))
+    together = BatchedRotations(rotation for _, rotation in rotations(model))
     if any(rotation._computed is not None for rotation in together.rotations):
         raise ArgumentError("model", "must not be in its forward pass or in another cached() block")
     together.compute()
@@ -441,7 +441,7 @@ def merge(model: M) -> M:
     gather(model)
     selection.forget(model, "rotate")
     if not layers:
-        raise ArgumentError("model", "must have a layer that turns its neurons, got none (merged before?)")
+        raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
     return model
 
 
@@ -458,7 +458,7 @@ def _unparametrise(module: Any, weights: Iterable[str]) -> None:
 
 
 def rotated(model: nn.Module) -> list[Rotated]:
-    """The weights of a model that are turned by rotations."""
+    """The weights of a model that are rotated."""
     return [
         Rotated(f"{name}.{weight}".strip(".") if weight != "weight" else name, module, weight)
         for name, module in model.named_modules()
@@ -499,7 +499,7 @@ def forget_state(optimiser: torch.optim.Optimizer | None, parameter: nn.Paramete
 
 
 class Row(NamedTuple):
-    r"""How the neurons of one layer are turned.
+    r"""How the neurons of one layer are rotated.
 
     Attributes:
         name: Name of the layer.
@@ -529,7 +529,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The layers of a model that turn their neurons; prints as a table.
+    """The rotated layers of a model; prints as a table.
 
     Attributes:
         rows: One for each rotation.
@@ -592,7 +592,9 @@ def check(model: nn.Module, *, output: Output = "auto") -> Report:
         for title, adapter in module.adapters.items():
             d = adapter.d
             # Of a quantised weight no neurons can be read; R says it all.
-            R = adapter.turn(torch.eye(d, dtype=torch.float64, device=adapter.free.device).expand(adapter.groups, d, d))
+            R = adapter.rotate(
+                torch.eye(d, dtype=torch.float64, device=adapter.free.device).expand(adapter.groups, d, d)
+            )
             eye = torch.eye(d, dtype=torch.float64, device=R.device)
             error = float((R @ R.mT - eye).abs().max())
             rows.append(_row(f"{name} ({title})", adapter, (adapter.groups, d, d), error, roles[name]))
@@ -706,5 +708,5 @@ def penalty(model: nn.Module, *, squared: bool = True) -> Tensor:
         distance = (product(R.mT, R) - eye).square().sum((-2, -1))
         terms.append((distance if squared else (distance + 1e-12).sqrt()).sum())
     if not terms:
-        raise ArgumentError("model", "must have a layer that turns its neurons, got none")
+        raise ArgumentError("model", "must have a rotated layer, got none")
     return torch.stack(terms).sum()

@@ -21,7 +21,7 @@ from hypersphere.orthogonal.maps import Map, exact_products
 
 
 class Rotation(nn.Module):
-    r"""Turns the vectors of a weight by learned orthogonal matrices: :math:`W = R V`, vectors being columns of V.
+    r"""Rotates the vectors of a weight by learned orthogonal matrices: :math:`W = R V`, vectors being columns of V.
 
     A parametrisation in the sense of :mod:`torch.nn.utils.parametrize`; :func:`hypersphere.orthogonal.apply` attaches
     it. The matrices come from the parameter ``free`` of shape ``(count, b, b)`` by an orthogonal map. Each stage turns
@@ -126,15 +126,15 @@ class Rotation(nn.Module):
             self.carried.copy_(self.map.carry(self.free))  # type: ignore[arg-type]
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Turn a weight of the layer."""
-        return self.layout.weight(self.turn(self.layout.vectors(weight)), weight)
+        """The rotated weight of the layer."""
+        return self.layout.weight(self.rotate(self.layout.vectors(weight)), weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight that is turned into this one, for assignments to the layer's weight."""
-        return self.layout.weight(self.turn(self.layout.vectors(weight), back=True), weight)
+        return self.layout.weight(self.rotate(self.layout.vectors(weight), back=True), weight)
 
-    def turn(self, vectors: Tensor, *, back: bool = False, matrices: Tensor | None = None) -> Tensor:
-        r"""Turn vectors ``(groups, n, d)``, or ``(..., d)`` where there is one group: :math:`v \mapsto R v`.
+    def rotate(self, vectors: Tensor, *, back: bool = False, matrices: Tensor | None = None) -> Tensor:
+        r"""Rotate vectors ``(groups, n, d)``, or ``(..., d)`` where there is one group: :math:`v \mapsto R v`.
 
         Args:
             vectors: The vectors, in any floating-point type; computed in float32 or wider.
@@ -198,7 +198,7 @@ class Rotation(nn.Module):
     def dense(self) -> Tensor:
         """All of R, ``(groups, d, d)``, which few need: it is turned into by the unit vectors."""
         eye = torch.eye(self.d, dtype=self.free.dtype, device=self.free.device)
-        return self.turn(eye.expand(self.groups, -1, -1) if self.groups > 1 else eye.unsqueeze(0)).mT
+        return self.rotate(eye.expand(self.groups, -1, -1) if self.groups > 1 else eye.unsqueeze(0)).mT
 
 
 def compute(rotations: Sequence[Rotation]) -> list[Tensor]:
@@ -250,8 +250,8 @@ def _write(targets: Sequence[Tensor], values: Tensor) -> None:
     torch._foreach_copy_(list(targets), list(values.split([len(target) for target in targets])))
 
 
-class Together:
-    """Computes the matrices of all rotations of a model at the start of each forward pass, and forgets them after it.
+class BatchedRotations:
+    """Batched rotations: the matrices of all rotations of a model, computed before and forgotten after a forward pass.
 
     Layers of equal size are one batch; a layer that is called on its own computes its matrix itself.
 

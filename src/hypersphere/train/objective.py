@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hypersphere.orthogonal.rotation import Together, rotations
+from hypersphere.orthogonal.rotation import BatchedRotations, rotations
 from hypersphere.recipe import Term
 
 
@@ -26,7 +26,7 @@ class Objective(nn.Module):
         self.model, self.head = model, head
         self.loss_names: tuple[str, ...] = getattr(model, "loss_names", ("loss",))
         self.added = nn.ModuleDict(added)
-        self.together = Together(rotation for _, rotation in rotations(model))
+        self.together = BatchedRotations(rotation for _, rotation in rotations(model))
 
     @property
     def terms(self) -> list[str]:
