@@ -26,7 +26,7 @@ from hypersphere.energy.base import Regulariser, batches, energies, gather
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.pairs import pair_counts, pair_sums, smooth_directions
 from hypersphere.energy.potentials import Riesz
-from hypersphere.energy.projections import ProjectionBank
+from hypersphere.energy.projections import ProjectionBank, uncompiled
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision, safe_sqrt
 
@@ -380,7 +380,7 @@ class _Drawn(Compressive):
     def _advance(self, step: int, seed: int, rate: float | None) -> None:
         self.bank.redraw(seed, step // self.redraw_every if self.redraw_every else 0)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _lead(self, target: Target) -> None:
         """A step that nobody announced; a captured graph replays what was drawn before."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -553,7 +553,7 @@ class _Moving(_Projected):
         self.register_buffer("rate", start, persistent=False)
         self.register_buffer("pace", start.clone(), persistent=False)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, target: Target) -> Tensor:
         """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``; never compiled."""
         return super().forward(target)  # the compiler takes no gradient within a loss

@@ -7,13 +7,23 @@ draw the same, and a resumed run what it would have drawn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from hypersphere.errors import check_choice
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(method: F) -> F:
+    """Keep a function out of graphs, as ``torch.compiler.disable``, which imports the compiler where it decorates."""
+    found: Any = _disable_dynamo(method)
+    return cast(F, found)
+
 
 KINDS = ("gaussian", "srht", "countsketch")
 """Random matrices by name."""
@@ -136,7 +146,7 @@ class ProjectionBank(nn.Module):
             found = self._make(name, shape, like.device, dtype, found)
         return found
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _make(
         self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype, found: Tensor | None
     ) -> Tensor:
@@ -162,7 +172,7 @@ class ProjectionBank(nn.Module):
         key = hashlib.blake2b(f"{seed} {number} {name}".encode(), digest_size=8).digest()
         return draw(out, self.kind, torch.Generator(out.device).manual_seed(int.from_bytes(key, "big") >> 1))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def redraw(self, seed: int, number: int) -> None:
         """Draw everything again, in place; nothing happens where the last draw had this seed and number."""
         if (seed, number) == self.drawn:

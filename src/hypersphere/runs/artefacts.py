@@ -209,7 +209,7 @@ def read(
         raise RunError(f"{path} cannot be read ({error}): {again}") from error
     if head is None:
         if unknown := facts.keys() - OLD_KEYS:
-            raise RunError(f"{path} is no {schema} of Hypersphere: its metadata has {min(unknown)!r}")
+            raise RunError(f"{path} is no {schema} of Hypersphere, its metadata has {min(unknown)!r}: {again}")
         found = Artefact(path, schema, 0, "", facts, tensors)
     else:
         _check_head(path, head, schema, version, again)
