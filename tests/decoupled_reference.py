@@ -1,13 +1,17 @@
 """Decoupled layers the long way, in plain float64: copy out every patch and take the formula with every kernel.
 
-Nothing here calls a convolution, a pooling, ``F.pad`` or the library. Gradients come from autograd over the formula.
+Nothing here calls a convolution, a pooling, ``F.pad`` or a function of the library. Gradients come from autograd over
+the formula.
 """
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import torch
+
+from hypersphere.nn.operators import Weighting, operators
 
 SECOND = {"seg": 0.5, "mix": 1.0}  # default beta
 MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
@@ -19,34 +23,70 @@ def chirp(shape, step, phase):
     return torch.sin(step * i * i + phase).reshape(shape)
 
 
+def _sphere(t, radius, alpha, beta):
+    return alpha * torch.ones_like(t + 0 * radius)
+
+
+def _ball(t, radius, alpha, beta):
+    return alpha * torch.minimum(t / radius, torch.ones_like(t / radius))
+
+
+def _tanh(t, radius, alpha, beta):
+    e = torch.expm1(-2 * t / radius)
+    return -alpha * e / (2 + e)
+
+
+def _seg(t, radius, alpha, beta):
+    return alpha * t - (alpha - beta) * torch.relu(t - radius)
+
+
+def _logarithm(t):
+    """Of 1 + t."""
+    return torch.asinh(t * (t + 2) / (2 * (t + 1)))
+
+
+MAGNITUDES = {
+    "sphere": _sphere,
+    "ball": _ball,
+    "tanh": _tanh,
+    "linear": lambda t, radius, alpha, beta: alpha * t,
+    "seg": _seg,
+    "log": lambda t, radius, alpha, beta: alpha * _logarithm(t),
+    "mix": lambda t, radius, alpha, beta: alpha * t + beta * _logarithm(t),
+}
+"""h(t), with exponentials and cut-offs where the library has functions of their own."""
+
+
+def _sigmoid(c, k):
+    k, lift = torch.as_tensor(k, dtype=c.dtype), torch.asin(c)
+    end, e = torch.exp(-math.pi / (2 * k)), torch.exp(-lift / k)
+    return (1 + end) / (1 - end) * (1 - e) / (1 + e)
+
+
+ANGULAR_FUNCTIONS = {
+    "cosine": lambda c, k: c,
+    "linear": lambda c, k: 2 * torch.asin(c) / math.pi,
+    "sigmoid": _sigmoid,
+    "sqcos": lambda c, k: torch.sign(c) * c**2,
+    "relucos": lambda c, k: (c + torch.abs(c)) / 2,
+}
+"""g at a cosine; the angle enters as its distance from a right angle."""
+
+# What tests go through: the members that have a formula here, by what they say about themselves.
+OPERATORS, ANGULARS, WEIGHTINGS = tuple(MAGNITUDES), tuple(ANGULAR_FUNCTIONS), get_args(Weighting)
+RADIAL = tuple(name for name in OPERATORS if operators[name].factory.has_radius)
+BOUNDED = tuple(name for name in OPERATORS if operators[name].factory.bounded)
+ODD = tuple(g for g in ANGULARS if float(ANGULAR_FUNCTIONS[g](torch.tensor(-1.0), 0.3)) == -1)
+
+
 def magnitude(name, t, radius=1.0, alpha=1.0, beta=None):
-    """h(t), with exponentials and cut-offs where the library has functions of their own."""
-    beta = SECOND.get(name) if beta is None else beta
-    if name == "sphere":
-        return alpha * torch.ones_like(t + 0 * radius)
-    if name == "ball":
-        return alpha * torch.minimum(t / radius, torch.ones_like(t / radius))
-    if name == "tanh":
-        e = torch.expm1(-2 * t / radius)
-        return -alpha * e / (2 + e)
-    if name == "seg":
-        return alpha * t - (alpha - beta) * torch.relu(t - radius)
-    logarithm = torch.asinh(t * (t + 2) / (2 * (t + 1)))  # of 1 + t
-    return {"linear": alpha * t, "log": alpha * logarithm, "mix": alpha * t + (beta or 0) * logarithm}[name]
+    """h(t) of an operator."""
+    return MAGNITUDES[name](t, radius, alpha, SECOND.get(name) if beta is None else beta)
 
 
 def angular(name, c, k=0.3):
-    """g at a cosine; the angle enters as its distance from a right angle."""
-    lift = torch.asin(c)
-    if name == "cosine":
-        return c
-    if name == "linear":
-        return 2 * lift / math.pi
-    if name == "sigmoid":
-        k = torch.as_tensor(k, dtype=c.dtype)
-        end, e = torch.exp(-math.pi / (2 * k)), torch.exp(-lift / k)
-        return (1 + end) / (1 - end) * (1 - e) / (1 + e)
-    return {"sqcos": torch.sign(c) * c**2, "relucos": (c + torch.abs(c)) / 2}[name]
+    """g of an angular function at a cosine."""
+    return ANGULAR_FUNCTIONS[name](c, k)
 
 
 def respond(

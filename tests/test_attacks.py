@@ -51,7 +51,7 @@ from hypersphere.train import Trainer
 from hypersphere.train import trainer as trainer_module
 
 CPU = torch.device("cpu")
-BOUNDED = ("fgsm", "bim", "pgd", "square")
+BOUNDED = [n for n in attacks if "eps" in {o.name for o in attacks[n].options} and attacks[n].factory.in_step]
 
 
 def network(seed: int = 0, shape: tuple[int, ...] = (1, 4, 4), classes: int = 4, dtype=torch.float32) -> nn.Module:

@@ -15,8 +15,6 @@ import hypersphere as hs
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.nn import Decoupled, convert, fold, report, revert
 
-OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
-WEIGHTINGS = ("none", "linear", "joint", "separate")
 # Each operator once or more, with angular functions and weightings spread over them.
 SPREAD = (
     ("sphere", {"angular": "cosine"}),

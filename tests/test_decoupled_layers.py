@@ -15,7 +15,7 @@ from torch import nn
 
 import decoupled_reference as ref
 import hypersphere as hs
-from decoupled_reference import chirp
+from decoupled_reference import ANGULARS, OPERATORS, RADIAL, WEIGHTINGS, chirp
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.nn import (
     Decoupled,
@@ -29,10 +29,6 @@ from hypersphere.nn import (
     functional,
 )
 
-OPERATORS = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
-ANGULARS = ("cosine", "linear", "sigmoid", "sqcos", "relucos")
-WEIGHTINGS = ("none", "linear", "joint", "separate")
-RADIAL = ("ball", "tanh", "seg")
 LOW = (torch.float16, torch.bfloat16)
 # Each operator once, with angular functions and weightings spread over them: for sweeps over something else.
 SPREAD = (

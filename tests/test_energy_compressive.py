@@ -415,7 +415,7 @@ class TestExpectation:
         assert E.preservation_loss(rows, moved) < 0.75 * E.preservation_loss(rows, P)
 
 
-NAMES = ("rp-comhe", "ap-comhe", "adv-comhe", "naive-comhe", "bp-comhe", "group-comhe")
+NAMES = tuple(name for name in E.energies if issubclass(E.energies[name].factory, E.Compressive))
 SMALL = {name: {} if name == "group-comhe" else {"dim": 8} for name in NAMES}
 
 

@@ -157,24 +157,11 @@ def test_sphereface_plus_is_a_head_and_a_term(m, plain, plus):
 
 # Definitions, one pair after the other.
 
-EVERY = [
-    "orthonormal",
-    "orthogonal",
-    "srip",
-    "orthoreg",
-    "cosine-sum",
-    "mhs",
-    "mhp",
-    "relaxed-mhp",
-    "mhc",
-    "mgd",
-    "uniformity",
-    "koleo",
-    "mma",
-    "separation",
-]
-ANGLES_ONLY = [name for name in EVERY if name not in ("orthonormal", "orthogonal", "srip")]
-HALF = ["mhs", "mhp", "mhc", "mgd", "uniformity", "koleo", "mma", "separation"]
+HOMES = {"hypersphere.energy.orthogonality", "hypersphere.energy.uniformity"}
+energies = hs.energy.energies
+EVERY = [name for name in energies if energies[name].factory.__module__ in HOMES]
+ANGLES_ONLY = [name for name in EVERY if getattr(energies[name].factory, "contract", {}).get("scale", True)]
+HALF = [name for name in EVERY if issubclass(energies[name].factory, uniformity_module._Spread)]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(2, 5), st.booleans())

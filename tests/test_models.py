@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
 
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Softmax
-from hypersphere.models import CifarResNet, DigitsCNN, PlainCNN, ResNet, create, models
+from hypersphere.models import CifarResNet, DigitsCNN, PlainCNN, ResNet, create
 from hypersphere.models.networks import ResidualUnit
 from hypersphere.registry import UnknownNameError
 
@@ -29,13 +27,6 @@ def small(name: str, **options) -> tuple[nn.Module, torch.Tensor]:
 
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def test_every_model_is_covered_here():
-    """The published networks, which are functions that fix options of these, are in test_model_sizes."""
-    classes = {name: models[name].factory for name in models if inspect.isclass(models[name].factory)}
-    own = {name for name, build in classes.items() if build.__module__ == "hypersphere.models.networks"}
-    assert own == set(SMALL)  # those of faces and of tasks are in tests of their own
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -20,7 +20,7 @@ from hypersphere.models import models
 from hypersphere.orthogonal.apply import SAMPLINGS
 from hypersphere.orthogonal.rotation import Layout, Rotation
 
-MAPS = ["cayley", "gram_schmidt", "householder", "loewdin", "exponential", "givens"]
+MAPS = [name for name in hs.orthogonal.maps if hs.orthogonal.create(name).exact]
 
 
 def mlp(*sizes, seed=0):
