@@ -129,8 +129,8 @@ TOP = (
         ),
         pytest.param(
             "convert:\n  angular: sigmoit\n  name: tanh\n",
-            1,
-            "convert unknown angular function 'sigmoit'. Did you mean 'sigmoid'?",
+            2,
+            "convert.angular unknown angular function 'sigmoit'. Did you mean 'sigmoid'?",
             id="unknown angular function",
         ),
         pytest.param(
