@@ -176,7 +176,7 @@ class Registry(Generic[T]):
         self.option_aliases = dict(option_aliases or {})
         self.kind = kind
         self.members = members
-        self.module = str(sys._getframe(1).f_globals.get("__name__", ""))  # that made it
+        self.module = _importing()  # that made it
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
         self._unread = list(members)

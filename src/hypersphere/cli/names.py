@@ -39,6 +39,9 @@ def families() -> dict[str, Registry[Any]]:
 
 
 def _plural(word: str) -> str:
+    first, of, rest = word.partition(" of ")
+    if of:
+        return f"{_plural(first)} of {rest}"
     noun, of, more = word.partition(" of ")
     ending = "ies" if noun.endswith("y") else "es" if noun.endswith("s") else "s"
     return f"{noun.removesuffix('y') if ending == 'ies' else noun}{ending}{of}{more}"
