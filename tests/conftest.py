@@ -45,5 +45,5 @@ def no_plugins(monkeypatch):
     for registry, entry in list(plugins._new(before)):
         registry.remove(entry.name)
     for name in set(sys.modules) - modules:
-        if not name.startswith("hypersphere."):
+        if name.startswith(("hypersphere_plugin_", "own_")):  # libraries are loaded once a process
             del sys.modules[name]

@@ -19,7 +19,8 @@ AMERICAN = re.compile(
 THEIRS = re.compile(
     r"CenterLoss|center-loss|SubcenterArcFace|subcenter-arcface|Sub-center|sub-center|optimizer`?\b|`optimizer|"
     r"torch\.nn\.utils\.parametrize|parametrizations?\b|parametrized|register_parametrization|Optimizer\b|"
-    r"Riemannian Optimization|(upper|lower|center) (left|right|center)|color-scheme|pytest\.mark\.parametrize|digits-64-center|"
+    r"Riemannian Optimization|(upper|lower|center) (left|right|center)|color-scheme|"
+    r"pytest\.mark\.parametrize|digits-64-center|"
     r"InstanceNorm|diameter|parameter|perimeter|#[0-9a-f]+",
     re.IGNORECASE,
 )
