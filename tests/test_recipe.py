@@ -46,8 +46,8 @@ def one_mistake(file: Path | str, *overrides: str) -> str:
 # ------------------------------------------------------------------------------------------------ mistakes
 
 TOP = (
-    "name, help, seed, data, model, loss, optimiser, schedule, train, evaluate, convert, project, regularisers, "
-    "orthogonal, adversary"
+    "name, help, seed, plugins, data, model, loss, optimiser, schedule, train, evaluate, convert, project, "
+    "regularisers, orthogonal, adversary"
 )
 
 

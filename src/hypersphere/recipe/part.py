@@ -154,6 +154,8 @@ def field_type(annotation: Any) -> Any:
     if member_registry(annotation) is not None:
         others = [kind for kind in members if registry_of(kind) is None and kind is not str]
         return Union[(*others, str, dict[str, Any], None)]  # None: the default, which has no name
+    if any(member == tuple[int, int] for member in members):
+        return Annotated[annotation, pydantic.BeforeValidator(_square)]
     module = module_type(annotation)
     if module is None:
         return annotation
@@ -194,3 +196,8 @@ class BuildError(Exception):
     def __init__(self, error: ArgumentError, place: tuple[str, ...]) -> None:
         super().__init__(str(error))
         self.error, self.place = error, place
+
+
+def _square(value: Any) -> Any:
+    """A height and a width, which may be given as one number."""
+    return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value

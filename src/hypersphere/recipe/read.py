@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
-from hypersphere.recipe.explain import Location, RecipeError, type_at
+from hypersphere import plugins as plugin_files
+from hypersphere.recipe.explain import Location, RecipeError, describe, type_at
 from hypersphere.recipe.part import Part
 from hypersphere.recipe.resolve import check
 from hypersphere.recipe.schema import Recipe, recipe_type
-from hypersphere.recipe.text import Loader, key_of
+from hypersphere.recipe.text import Loader, key_of, known
 from hypersphere.registry import did_you_mean
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(source: str | Path, overrides: Sequence[str] = (), *, plugins: bool = True) -> Recipe:
     """Read a recipe by name (``hypersphere list recipes``) or from a file and apply ``key=value`` overrides.
 
     A file may start from another recipe with ``base: NAME_OR_PATH``.
@@ -26,6 +28,8 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         source: Name of an embedded recipe or path of a YAML file.
         overrides: Strings like ``"loss.m=0.3"`` or ``"data.augment.flip=true"``; values are YAML.
+        plugins: Load the plugins that it names, files by their path from the recipe's folder. What a recipe that was
+            resolved says of plugins is a record, by which nothing is ever loaded.
 
     Example:
         >>> load("digits-arcface", ["loss.m=0.3"]).loss.options["m"]
@@ -34,7 +38,36 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     content, places = _read(source, ())
     for override in overrides:
         _apply(override, content, places)
-    return check(content, places)
+    if plugins:
+        _load_plugins(content, places)
+    try:
+        return check(content, places)
+    except RecipeError as error:
+        raise RecipeError("\n".join([str(error), *_missing_plugins(content)])) from None
+
+
+def _load_plugins(content: dict[str, Any], places: dict[Location, str]) -> None:
+    """Load the plugins that a recipe names, and write down which they were."""
+    named = content.get("plugins")
+    for index, plugin in enumerate(named if isinstance(named, list) else ()):
+        if isinstance(plugin, str):
+            try:
+                found = plugin_files.load(plugin)
+            except plugin_files.PluginError as error:
+                raise RecipeError(describe(places, ("plugins", index), str(error))) from error
+            content["plugins"][index] = {"name": found.name, "path": str(found.path), "digest": found.digest}
+
+
+def _missing_plugins(content: dict[str, Any]) -> Iterator[str]:
+    """Hints at plugins with which a recipe was resolved and that are not loaded."""
+    here = {plugin.digest for plugin in plugin_files.loaded()}
+    named = content.get("plugins")
+    for plugin in named if isinstance(named, list) else ():
+        if isinstance(plugin, dict) and plugin.get("digest") not in here:
+            yield (
+                f"the recipe was resolved with the plugin {plugin.get('name')!r}, which is not loaded: name it with "
+                f"--plugin {plugin.get('path')}"
+            )
 
 
 def embedded() -> dict[str, str]:
@@ -63,14 +96,55 @@ def _read(source: str | Path, seen: tuple[str, ...], where: str = "") -> tuple[d
         raise RecipeError(f"{title}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(content, dict):
         raise RecipeError(f"{title}: a recipe is a mapping of keys to values, got {type(content).__name__}")
-    places = dict(_lines(node, (), title)) if node else {}
+    places = {_spelled_place(place): line for place, line in _lines(node, (), title)} if node else {}
+    content = _spelled(content, recipe_type(), title)
+    if "plugins" in content:
+        content["plugins"] = _from_folder(content["plugins"], Path(source).parent)
     base = content.pop("base", None)
     if base is None:
         return content, places
     relative = Path(os.path.normpath(Path(source).parent / str(base)))
     where = f"{places['base',]}: base: "
     parent, parent_places = _read(relative if relative.is_file() else str(base), (*seen, title), where)
-    return _merge(parent, content), parent_places | places
+    merged = _merge(parent, content)
+    if isinstance(parent.get("plugins"), list) and isinstance(content.get("plugins"), list):
+        merged["plugins"] = [*parent["plugins"], *content["plugins"]]  # what is inherited needs its own, too
+    return merged, parent_places | places
+
+
+def _from_folder(plugins: Any, folder: Path) -> Any:
+    """Plugins of a recipe, files by their path from where we are and not from the recipe's folder."""
+    plugins = [plugins] if isinstance(plugins, str) else plugins
+    if not isinstance(plugins, list):
+        return plugins  # which is a mistake
+    files = [isinstance(one, str) and (one.endswith(".py") or "/" in one) for one in plugins]
+    return [os.path.normpath(folder / one) if file else one for one, file in zip(plugins, files, strict=True)]
+
+
+def _spelled(content: Any, kind: type[BaseModel] | None, title: str) -> Any:
+    """Content of a section with keys in the spelling that they have here."""
+    if isinstance(content, list):
+        return [_spelled(item, kind, title) for item in content]
+    if not isinstance(content, dict) or kind is None:
+        return content
+    found: dict[Any, Any] = {}
+    for key, value in content.items():
+        own = known(key, kind.model_fields) if isinstance(key, str) else key
+        if own in found or (own != key and own in content):
+            raise RecipeError(f"{title}: {key} is another spelling of {own!r}: give one of them")
+        found[own] = _spelled(value, type_at(kind, (own,)), title)
+    return found
+
+
+def _spelled_place(location: Location) -> Location:
+    """A place in a recipe with keys in the spelling that they have here."""
+    found: Location = ()
+    kind: type[BaseModel] | None = recipe_type()
+    for key in location:
+        own = known(key, kind.model_fields) if isinstance(key, str) and kind else key
+        kind = type_at(kind, (own,)) if kind else None
+        found = (*found, own)
+    return found
 
 
 def _find(source: str | Path, where: str) -> tuple[str, str]:
@@ -133,8 +207,8 @@ def _renamed(section: dict[str, Any], name: Any, location: Location) -> dict[str
     return {key: value for key, value in section.items() if key in own}
 
 
-def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) -> None:
-    """Put one ``key.key=value`` into the content."""
+def _parsed(override: str) -> tuple[tuple[Any, ...], Any]:
+    """Keys and value of one ``key.key=value``."""
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise RecipeError(f"override {override!r}: write key=value, for example loss.m=0.3")
@@ -142,7 +216,14 @@ def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) 
         value = yaml.load(text, Loader=Loader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: {getattr(error, 'problem', error)}") from None
-    keys: tuple[Any, ...] = tuple(map(key_of, path.split(".")))
+    keys = _spelled_place(tuple(map(key_of, path.split("."))))
+    value = _spelled(value, type_at(recipe_type(), keys), f"override {override!r}")
+    return keys, _from_folder(value, Path()) if keys == ("plugins",) else value
+
+
+def _apply(override: str, content: dict[str, Any], places: dict[Location, str]) -> None:
+    """Put one ``key.key=value`` into the content."""
+    keys, value = _parsed(override)
     target: Any = content
     for depth, key in enumerate(keys):
         above = ".".join(map(str, keys[:depth]))

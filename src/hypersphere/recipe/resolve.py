@@ -12,6 +12,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.recipe.explain import Location, RecipeError, describe, explain
 from hypersphere.recipe.part import Part, member_registry, options_model
 from hypersphere.recipe.schema import Recipe, recipe_type
+from hypersphere.recipe.text import known
 from hypersphere.registry import Registry, UnknownNameError
 
 
@@ -101,7 +102,11 @@ def _with_options(
         return part
     model = options_model(entry)
     try:
-        given = registry.canonical(part.options, entry)
+        given = {known(key, model.model_fields): value for key, value in part.options.items()}
+        # Keys that all parts of a kind have may be options of this one, with its own default.
+        shared = type(part).model_fields.keys() & model.model_fields.keys()
+        given |= {key: getattr(part, key) for key in part.model_fields_set & shared}
+        given = registry.canonical(given, entry)
         for option in entry.options:
             if option.name in given and (inner := member_registry(option.annotation)) is not None:
                 given[option.name] = _member(given[option.name], inner, (*location, option.name), places, mistakes)

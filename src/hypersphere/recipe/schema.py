@@ -190,12 +190,28 @@ class Evaluate(Keys):
     )
 
 
+class PluginRecord(Keys):
+    """A plugin with which a recipe was resolved."""
+
+    name: str
+    path: str = ""
+    digest: str = ""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class Recipe(Keys):
     """Everything that determines a run; the sections of :func:`hypersphere.recipe.section.kinds` are keys, too."""
 
     name: Annotated[str, Housekeeping] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     help: Annotated[str, Housekeeping] = ""
     seed: int = Field(0, ge=0, lt=2**32)
+    plugins: Annotated[tuple[PluginRecord, ...], Housekeeping] = Field(
+        (), description="files, from the recipe's folder, or modules that bring parts of its own"
+    )
     data: Data = Data()
     model: Model = Model(name="digits-cnn")
     loss: Loss = Loss(name="softmax")

@@ -159,7 +159,7 @@ class RunFolder:
         """
         plugins.load_installed()
         try:
-            return recipes.load(self.recipe_file)
+            return recipes.load(self.recipe_file, plugins=False)
         except RecipeError as error:
             here = {plugin.digest for plugin in plugins.loaded()}
             missing = [one for one in self.facts().get("plugins", ()) if one["digest"] not in here]
@@ -174,6 +174,16 @@ class RunFolder:
                 f"{self.path} was trained with plugins that are not loaded: {named}. Code is never loaded from a run: "
                 f"name them with {options} (plugins=[...] in Python)"
             ) from error
+
+    def check_plugins(self) -> None:
+        """Raise :class:`RunError` where a plugin with which the run began is another one now."""
+        here = {plugin.name: plugin.digest for plugin in plugins.loaded()}
+        for one in self.facts().get("plugins", ()):
+            if here.get(one["name"], one["digest"]) != one["digest"]:
+                raise RunError(
+                    f"the plugin {one['name']!r} ({one['path']}) has changed since {self.path} began: go on with it "
+                    "as it was, or start a new run"
+                )
 
     def facts(self) -> dict[str, Any]:
         """What is known about the run."""

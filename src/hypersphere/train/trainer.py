@@ -200,6 +200,7 @@ class Trainer:
         self.world.barrier()
         checkpoint = self.run.latest_checkpoint()
         if checkpoint is not None:
+            self.run.check_plugins()
             state = self.state()
             saved = load_checkpoint(checkpoint, state, self.recipe)
             for key, work in self.works.items():

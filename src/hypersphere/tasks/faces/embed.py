@@ -169,7 +169,7 @@ class Embedder:
     Example:
         >>> Embedder(Path("nowhere"))
         Traceback (most recent call last):
-        hypersphere.runs.folder.RunError: nowhere is not a run folder: it has no recipe.yaml
+        hypersphere.runs.artefacts.RunError: nowhere is not a run folder: it has no recipe.yaml
     """
 
     def __init__(
