@@ -27,7 +27,7 @@ CORE = (
     ("energy",),
     ("orthogonal",),
     ("losses",),
-    ("optim",),
+    ("optim", "optimisers", "schedules"),
     ("metrics",),
     ("diagnostics", "landscape", "attacks"),
 )

@@ -64,7 +64,7 @@ TOP = (
         pytest.param(
             "schedule:\n  name: cosine\n  warm: 4\n",
             3,
-            "schedule.warm is not a known key. Did you mean 'warmup'? Allowed: name, milestones, factor, final, warmup",
+            "schedule.warm is not a known key. Did you mean 'warmup'? Allowed: final, milestones, factor, warmup",
             id="unknown key in a section",
         ),
         pytest.param(
@@ -173,7 +173,7 @@ TOP = (
         pytest.param(
             "schedule:\n  name: stepz\n",
             2,
-            "schedule.name should be 'constant', 'steps', 'cosine' or 'linear', got 'stepz'",
+            "schedule.name unknown schedule 'stepz'. Did you mean 'steps'? Known: constant, cosine, linear, steps",
             id="choice",
         ),
         pytest.param(

@@ -11,7 +11,7 @@ ROOT = Path(hypersphere.__file__).parent
 CORE = {
     *("errors", "registry", "geometry", "angular", "margins", "selection", "neurons"),
     *("losses", "energy", "nn", "orthogonal"),
-    *("optim", "metrics", "diagnostics", "landscape", "attacks"),
+    *("optim", "optimisers", "schedules", "metrics", "diagnostics", "landscape", "attacks"),
 }
 
 BLOCKED = [

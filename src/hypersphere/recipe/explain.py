@@ -35,7 +35,7 @@ def explain(
         if item["type"] == "missing":  # a key that is not there, in a section that may be one of several types
             location = (*_existing(item["loc"][:-1], content), *item["loc"][-1:])
         if item["type"] == "extra_forbidden":
-            allowed = [*_fields(model, item["loc"][:-1]), *extra_keys]
+            allowed = list(dict.fromkeys([*_fields(model, item["loc"][:-1]), *extra_keys]))
             word = str(item["loc"][-1])
             text = f"is not a known key.{did_you_mean(word, allowed)} Allowed: {', '.join(allowed)}"
         elif item["type"] == "missing":

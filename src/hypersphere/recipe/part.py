@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Union
@@ -14,6 +14,7 @@ from torch import nn
 from hypersphere.errors import ArgumentError
 from hypersphere.recipe.explain import member_types
 from hypersphere.registry import Entry, Option, Registry, registry_of
+from hypersphere.schedules import Factor, schedules
 
 
 class Keys(BaseModel):
@@ -41,6 +42,11 @@ class Part(BaseModel):
         """The options beside the name."""
         return dict(self.model_extra or {})
 
+    def arguments_of(self, entry: Entry[Any]) -> dict[str, Any]:
+        """Options of the factory of its name, some of which may be keys that every part of its kind has."""
+        shared = [option.name for option in entry.options if option.name in type(self).model_fields]
+        return {name: getattr(self, name) for name in shared} | self.options
+
     def trial(self) -> tuple[Any, ...] | None:
         """Arguments with which it is built to check its ranges as soon as the recipe is read; ``None``: it is not."""
         return ()
@@ -51,14 +57,20 @@ class Part(BaseModel):
         return set()
 
 
-class Schedule(Keys):
+class Schedule(Part):
     """A learning rate, or the weight of a regulariser, over the steps."""
 
-    name: Literal["constant", "steps", "cosine", "linear"] = "constant"
+    registry: ClassVar[Registry[Any]] = schedules
+    name: str = "constant"
     milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="'steps': where it is multiplied")
     factor: float = Field(0.1, gt=0, le=1, description="'steps': what it is multiplied by")
     final: float = Field(0.0, ge=0, le=1, description="'cosine', 'linear': last value as a share of the first")
     warmup: int = Field(0, ge=0, description="steps of linear increase from 0")
+
+    @functools.cached_property
+    def _factor(self) -> Factor:
+        entry = schedules[self.name]
+        return entry.factory(**self.arguments_of(entry))
 
     def at(self, step: int, steps: int) -> float:
         """Factor on what is scheduled at a step, counted from 0.
@@ -73,19 +85,10 @@ class Schedule(Keys):
         """
         if step < self.warmup:
             return (step + 1) / self.warmup
-        if self.name == "steps":
-            return self.factor ** sum(step >= milestone for milestone in self.milestones)
-        progress = (step - self.warmup) / max(steps - self.warmup, 1)
-        if self.name == "cosine":
-            return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
-        if self.name == "linear":
-            return self.final + (1 - self.final) * (1 - progress)
-        return 1.0
+        return self._factor(step, (step - self.warmup) / max(steps - self.warmup, 1))
 
     def mistakes(self, steps: int) -> Iterator[tuple[str, str]]:
         """What is wrong with it in a run of so many steps: of which key, and what."""
-        if self.name == "steps" and not self.milestones:
-            yield "milestones", "must be given for the schedule 'steps'"
         if list(self.milestones) != sorted(set(self.milestones)):
             yield "milestones", f"must increase, got {list(self.milestones)}"
         if self.warmup > steps:

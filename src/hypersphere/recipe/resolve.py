@@ -116,7 +116,7 @@ def _with_options(
         return part
     except pydantic.ValidationError as error:
         own = [name for name in type(part).model_fields if name != "name"]
-        mistakes += explain(error, model, part.options, places, location, extra_keys=own)
+        mistakes += explain(error, model, given, places, location, extra_keys=own)
         return part
     return type(part).model_validate({**{key: getattr(part, key) for key in type(part).model_fields}, **options})
 

@@ -16,6 +16,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
 from hypersphere.models import models
+from hypersphere.optimisers import optimisers
 from hypersphere.recipe.explain import Location, RecipeError, describe, member_types
 from hypersphere.recipe.hash import Housekeeping, Later, content, digests
 from hypersphere.recipe.part import BuildError, Keys, Part, Schedule, built
@@ -136,10 +137,11 @@ class Rule(Keys):
     weight_decay: float | None = Field(None, ge=0, description="in place of the optimiser's")
 
 
-class Optimiser(Keys):
+class Optimiser(Part):
     """The optimiser and its constants."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    registry: ClassVar[Registry[Any]] = optimisers
+    name: str = "sgd"
     lr: float = Field(0.1, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="sgd only")
     nesterov: bool = Field(False, description="sgd only")
@@ -154,6 +156,9 @@ class Optimiser(Keys):
     rules: Annotated[tuple[Rule, ...], Later(())] = Field(
         (), description="other rates and decays of parameters by name"
     )
+
+    def trial(self) -> None:
+        """Not built before there are parameters."""
 
 
 class Train(Keys):
@@ -261,7 +266,7 @@ class Recipe(Keys):
             part = part[key] if isinstance(key, int) else getattr(part, key)
         entry = registry[part.name]
         try:
-            return entry.factory(*args, **built(entry, part.options))
+            return entry.factory(*args, **built(entry, part.arguments_of(entry)))
         except UnknownNameError as error:  # a layer name, say
             raise RecipeError(describe(self._places, location, str(error))) from error
         except TypeError as error:  # a layer that cannot stand where it was put

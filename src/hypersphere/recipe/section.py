@@ -23,15 +23,13 @@ from pydantic.fields import FieldInfo
 from torch import Tensor, nn
 
 from hypersphere.data import Dataset
+from hypersphere.optimisers import Groups
 from hypersphere.recipe.explain import Location
 from hypersphere.recipe.hash import Later
 from hypersphere.registry import Registry
 
 if TYPE_CHECKING:
     from hypersphere.recipe.schema import Recipe
-
-Groups = list[dict[str, Any]]
-"""Parameter groups of an optimiser: each has a ``name``, ``params``, a rate ``lr`` on the device and a ``base_lr``."""
 
 
 @dataclass
@@ -168,7 +166,7 @@ class Section:
         return None
 
 
-sections = Registry[Section]("section", members=("hypersphere.sections",))
+sections = Registry[Section]("section", positional=("root",), members=("hypersphere.sections",))
 """Sections of recipes by key."""
 
 ORDER = ("convert", "project", "regularisers", "orthogonal", "adversary")

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from hypersphere import orthogonal
 from hypersphere.optim import OGD
+from hypersphere.optimisers import Groups
 from hypersphere.orthogonal import maps
 from hypersphere.recipe.explain import Location
 from hypersphere.recipe.part import LayerChoice
 from hypersphere.recipe.schema import Recipe
-from hypersphere.recipe.section import Groups, Section, Term, Training, Work, sections
+from hypersphere.recipe.section import Section, Term, Training, Work, sections
 from hypersphere.recipe.seeds import derive_seed
 from hypersphere.registry import Registry
 

@@ -15,11 +15,12 @@ from hypersphere.energy import MHE, Selection, energies, select
 from hypersphere.energy.layers import neurons
 from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError
+from hypersphere.optimisers import Groups
 from hypersphere.recipe.explain import Location
 from hypersphere.recipe.hash import Later
 from hypersphere.recipe.part import Part, Schedule
 from hypersphere.recipe.schema import Recipe
-from hypersphere.recipe.section import Groups, Section, Term, Training, Work, sections
+from hypersphere.recipe.section import Section, Term, Training, Work, sections
 from hypersphere.recipe.seeds import derive_seed
 from hypersphere.registry import Registry
 

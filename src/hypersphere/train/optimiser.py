@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hypersphere import optim
+from hypersphere.errors import ArgumentError
+from hypersphere.optim import OGD
+from hypersphere.optim.orthogonal import FORMS
+from hypersphere.optimisers import Groups, optimisers
 from hypersphere.recipe import Optimiser
-from hypersphere.recipe.section import Groups
 
 
 def parameter_groups(
@@ -43,20 +45,17 @@ def make_optimiser(groups: Groups, recipe: Optimiser) -> torch.optim.Optimizer:
     """
     optimiser: torch.optim.Optimizer
     if any(group.get("orthogonal") for group in groups):
+        if recipe.name not in FORMS:
+            allowed = f"must be one of {', '.join(FORMS)} where matrices of rotations are trained themselves"
+            raise ArgumentError("name", f"{allowed}, got {recipe.name!r}")
         # The trainer looks at the drift itself: at the same steps in a resumed run, and outside a captured one.
         options: dict[str, Any] = {"form": recipe.name, "retraction": "exact", "check_every": 0}
-        optimiser = optim.OGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, betas=recipe.betas, **options)
-    elif recipe.name == "sgd":
-        optimiser = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+        optimiser = OGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, betas=recipe.betas, **options)
     else:
-        kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
-        optimiser = kind(groups, betas=recipe.betas, fused=True, capturable=_on_cuda(groups))
+        entry = optimisers[recipe.name]
+        optimiser = entry.factory(groups, **recipe.arguments_of(entry))
     _create_state(optimiser)
     return optimiser
-
-
-def _on_cuda(groups: Iterable[dict[str, object]]) -> bool:
-    return any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups)
 
 
 def _create_state(optimiser: torch.optim.Optimizer) -> None:

@@ -136,7 +136,8 @@ class Trainer:
             groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
         for work in works:
             work.group(groups)
-        optimiser = make_optimiser(groups, recipe.optimiser)
+        with recipe.blamed("optimiser"):
+            optimiser = make_optimiser(groups, recipe.optimiser)
         for work in works:
             work.start(optimiser)
         forward = sharded(objective, self.world)
