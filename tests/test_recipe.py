@@ -71,7 +71,7 @@ TOP = (
             "data:\n  augment:\n    flipp: true\n",
             3,
             "data.augment.flipp is not a known key. Did you mean 'flip'? Allowed: crop, crop_mode, flip, "
-            "vertical_flip, rotate, tilt, scale, shift, jitter, shuffle",
+            "vertical_flip, rotate, tilt, scale, shift, jitter, shuffle, parts",
             id="unknown key in a nested section",
         ),
         pytest.param(

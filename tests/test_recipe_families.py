@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hypersphere import recipe
+from hypersphere import recipe, runs
+from hypersphere.data.augmentations import Augmentation, augmentations
 from hypersphere.optimisers import optimisers
 from hypersphere.recipe import RecipeError
 from hypersphere.runs import RunFolder
@@ -121,3 +122,41 @@ def test_an_optimiser_of_matrices_is_one_of_those_that_keep_them_orthogonal(own,
     plan = recipe.load("digits-opt", [*SHORT, "orthogonal=ogd", "optimiser.name=signed"])
     with pytest.raises(RecipeError, match=r"optimiser\.name must be one of sgd, adam, adamw where matrices"):
         Trainer(plan, RunFolder.create(tmp_path / "run", plan, CPU), CPU).prepare()
+
+
+def test_an_own_augmentation_changes_training_images_alone(tmp_path):
+    class Shade(Augmentation):
+        """Images times a number."""
+
+        draws = 2
+
+        def __init__(self, *, least: float = 0.5) -> None:
+            self.least = least
+
+        def __call__(self, samples, draws):
+            seen.append(draws)
+            return samples * (self.least + (1 - self.least) * draws[0]).view(-1, 1, 1, 1)
+
+    seen = []
+    augmentations.register("shade")(Shade)
+    try:
+        part = "data.augment.parts=[{name: shade, least: 0.25}]"
+        plain = recipe.load("digits-softmax").hash
+        assert recipe.load("digits-softmax", ["data.augment.parts=[]"]).hash == plain
+        assert recipe.load("digits-softmax", [part]).hash != plain
+        run = fit(tmp_path / "run", part, "train.steps=2")
+        assert len(seen) == 2 and seen[0].shape == (2, run.recipe.data.batch_size)
+        images = run.data.train.images[:6]
+        preprocess, batch = run.preprocess, run.recipe.data.batch_size
+        whole = preprocess.augmented(images[:4], torch.Generator().manual_seed(1), 4, slice(0, 4))
+        half = preprocess.augmented(images[2:4], torch.Generator().manual_seed(1), 4, slice(2, 4))
+        assert torch.equal(whole[2:], half) and not torch.equal(whole, preprocess(images[:4])) and batch > 4
+        expected = preprocess(images[:4]) * (0.25 + 0.75 * seen[2][0]).view(-1, 1, 1, 1)
+        torch.testing.assert_close(whole, expected)
+        with pytest.raises(RecipeError, match=r"data\.augment\.parts\.0\.lest is not a known key\. Did you mean"):
+            recipe.load("digits-softmax", ["data.augment.parts=[{name: shade, lest: 1}]"])
+        clouds = recipe.load("shapes-pointnet", ["data.augment.parts=[shade]"])
+        with pytest.raises(RecipeError, match=r"data\.augment\.parts\.0 must be left out here"):
+            runs.build(clouds, (3, 128), 8)
+    finally:
+        augmentations.remove("shade")

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hypersphere.data.augmentations import Augmentation, augmentations
 from hypersphere.data.splits import FolderSplit, Split, evaluation_batches
 from hypersphere.errors import ArgumentError
-from hypersphere.recipe import Augment
-from hypersphere.tasks.clouds.augmentations import change_clouds
 
 CLOUD_CHANGES = ("rotate", "tilt", "scale", "shift", "jitter", "shuffle")
 """Random changes that are for point clouds; the others are for images."""
+
+
+class Changes(Protocol):
+    """Which of the changes that every recipe knows are made: ``data.augment``."""
+
+    @property
+    def crop(self) -> int:
+        """Padding of a random crop back to the original size."""
+
+    @property
+    def crop_mode(self) -> str:
+        """What is padded with, ``"zeros"`` or ``"reflect"``."""
+
+    @property
+    def flip(self) -> bool:
+        """Mirror left and right with probability 1/2."""
+
+    @property
+    def vertical_flip(self) -> bool:
+        """Mirror up and down with probability 1/2."""
+
+    def changed(self) -> Collection[str]:
+        """Names of the changes that are made."""
 
 
 class Preprocess(nn.Module):
@@ -27,21 +50,32 @@ class Preprocess(nn.Module):
         normalise: ``"channel"`` mean and standard deviation, ``"pixel"`` mean image, ``"half"`` for bytes less 127.5
             over 128, or ``"none"``.
         augment: Random changes of training images.
+        parts: Other random changes, after these.
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(
-        self, shape: tuple[int, ...], normalise: Literal["channel", "pixel", "half", "none"], augment: Augment
+        self,
+        shape: tuple[int, ...],
+        normalise: Literal["channel", "pixel", "half", "none"],
+        augment: Changes,
+        parts: Sequence[Augmentation] = (),
     ) -> None:
         super().__init__()
         self.normalise, self.augment = normalise, augment
-        self.changes = {key: getattr(augment, key) for key in CLOUD_CHANGES}
-        for key, field in Augment.model_fields.items():
+        changed = augment.changed()
+        for key in changed:
             kind, dimensions = ("point clouds", 2) if key in CLOUD_CHANGES else ("images", 3)
-            if getattr(augment, key) != field.default and len(shape) != dimensions:
+            if len(shape) != dimensions:
                 raise ArgumentError(key, f"must be left out here: it changes {kind}")
+        for index, part in enumerate(parts):
+            if part.dimensions not in (None, len(shape)):
+                message = f"must be left out here: it changes samples of {part.dimensions} dimensions, not {len(shape)}"
+                raise ArgumentError(f"parts.{index}", message)
+        clouds = {key: getattr(augment, key) for key in CLOUD_CHANGES if key in changed}
+        self.parts = [*([augmentations.create("clouds", **clouds)] if clouds else []), *parts]
         mean, std = (0.5, 128 / 255) if normalise == "half" else (0.0, 1.0)
         channels = (*shape[:1], 1, 1)
         self.register_buffer("mean", torch.full(shape if normalise == "pixel" else channels, mean))
@@ -89,13 +123,14 @@ class Preprocess(nn.Module):
             batch_size: Images over all processes.
             share: Which of them ``images`` are.
         """
-        if images.dim() == 3:
-            return change_clouds(images, generator, **self.changes, batch_size=batch_size, share=share)
         crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
-        if images.dtype != torch.uint8 or not (crop or flip or vertical):
-            return self.change(images, None)
-        draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]
-        return self.change(images, draws)
+        draws = None
+        if images.dtype == torch.uint8 and (crop or flip or vertical):
+            draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]
+        changed = self.change(images, draws)
+        for part in self.parts:
+            changed = part.change(changed, generator, batch_size, share)
+        return changed
 
     def change(self, images: Tensor, draws: Tensor | None) -> Tensor:
         """Normalise, and crop and flip as ``draws`` ``(4, b)`` in [0, 1) say: a pure function, fused when compiled."""

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, PrivateAttr
 
 from hypersphere.data import datasets
+from hypersphere.data.augmentations import augmentations
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import evaluations
 from hypersphere.losses import losses
@@ -58,6 +59,12 @@ class Measurement(Part):
         return handler(self) if self.options else self.name
 
 
+class Augmentation(Part):
+    """A random change of training samples: its name and options."""
+
+    registry: ClassVar[Registry[Any]] = augmentations
+
+
 class Augment(Keys):
     """Random changes of the training images, drawn anew for every image and step."""
 
@@ -83,6 +90,12 @@ class Augment(Keys):
     shuffle: Annotated[bool, Later(False)] = Field(
         False, description="point clouds: points in a new order at every step"
     )
+    parts: Annotated[tuple[Augmentation, ...], Later(())] = Field((), description="other changes, by their names")
+
+    def changed(self) -> list[str]:
+        """Names of the changes that are made, but for those of ``parts``."""
+        fields = {key: field for key, field in type(self).model_fields.items() if key != "parts"}
+        return [key for key, field in fields.items() if getattr(self, key) != field.default]
 
 
 class Imbalance(Keys):

@@ -11,6 +11,7 @@ from torch import nn
 
 from hypersphere import data
 from hypersphere.data import Dataset
+from hypersphere.data.augmentations import augmentations
 from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import MarginSoftmax, losses
@@ -52,7 +53,9 @@ def build(
                     model = getattr(section, phase)(model, recipe)
         head = recipe.build(losses, ("loss",), model.dim, classes)
     with recipe.blamed("data", "augment"):
-        preprocess = Preprocess(tuple(shape), recipe.data.normalise, recipe.data.augment)
+        places = [("data", "augment", "parts", index) for index in range(len(recipe.data.augment.parts))]
+        parts = [recipe.build(augmentations, place) for place in places]
+        preprocess = Preprocess(tuple(shape), recipe.data.normalise, recipe.data.augment, parts)
     if recipe.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model, head, preprocess

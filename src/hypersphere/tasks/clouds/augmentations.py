@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hypersphere.data.augmentations import Augmentation, register
 from hypersphere.errors import check_range
 
 TILT_LIMIT = 3.0
@@ -85,3 +87,30 @@ def _turned(first: Tensor, second: Tensor, angle: Tensor) -> tuple[Tensor, Tenso
     """Coordinates ``(b, P)`` along two axes, turned from the first towards the second by ``angle`` ``(b,)``."""
     cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
     return cos * first - sin * second, sin * first + cos * second
+
+
+@register("clouds")
+@dataclass(frozen=True)
+class CloudChanges(Augmentation):
+    """Random changes of point clouds; see :func:`change_clouds`.
+
+    Args:
+        rotate: Turn about the third axis by any angle.
+        tilt: Deviation of the angles of small turns about all three axes.
+        scale: Largest factor on the size.
+        shift: Largest shift along each axis.
+        jitter: Deviation of each coordinate of each point.
+        shuffle: Bring the points into a random order.
+    """
+
+    rotate: bool = False
+    tilt: float = 0.0
+    scale: float = 1.0
+    shift: float = 0.0
+    jitter: float = 0.0
+    shuffle: bool = False
+    dimensions: ClassVar[int | None] = 2
+
+    def change(self, samples: Tensor, generator: torch.Generator, batch_size: int, share: slice) -> Tensor:
+        """The clouds of one process ``(b, 3, P)``, changed."""
+        return change_clouds(samples, generator, **vars(self), batch_size=batch_size, share=share)
