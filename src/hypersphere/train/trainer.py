@@ -16,19 +16,18 @@ from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs
 from hypersphere.losses import MarginSoftmax
-from hypersphere.recipe import Recipe, RecipeError, Training, Work
-from hypersphere.recipe.section import kinds
+from hypersphere.recipe import Recipe, RecipeError, Training
 from hypersphere.runs import RunError, RunFolder, System, atomic_write, build, load_checkpoint, load_data
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.system import described
+from hypersphere.train.assemble import make_step, works_of
 from hypersphere.train.averages import Averages
-from hypersphere.train.batches import BatchOrder, make_batches
+from hypersphere.train.batches import BatchOrder
 from hypersphere.train.callbacks import Callback, TensorBoard
-from hypersphere.train.distributed import World, sharded
-from hypersphere.train.objective import Objective
-from hypersphere.train.optimiser import make_optimiser, parameter_groups
+from hypersphere.train.distributed import World
 from hypersphere.train.records import DivergedError, Records, diverged
 from hypersphere.train.signals import Interrupted, Stop
+from hypersphere.train.state import state_of, tell_restored
 from hypersphere.train.step import CapturedStep, Step
 
 
@@ -106,60 +105,6 @@ class Trainer:
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
         return model.to(self.device), head.to(self.device), preprocess.to(self.device)
 
-    def _works(self) -> dict[str, Work]:
-        """What the sections of the recipe do in training."""
-        recipe = self.recipe
-        run = Training(
-            recipe,
-            self.model,
-            self.head,
-            self.preprocess,
-            self.device,
-            self.data,
-            keep=self._keep,
-            replaced=self.averages.replaced,
-        )
-        works = {}
-        for key, kind in kinds().items():
-            section = recipe.sections().get(key)
-            with recipe.blamed(key):
-                work = kind.without(run) if section is None else section.train(run)
-            if work is not None:
-                works[key] = work
-        return works
-
-    def _make_step(self, works: Sequence[Work]) -> Step:
-        recipe, train = self.recipe, self.recipe.train
-        terms = {title: term for work in works for title, term in work.terms().items()}
-        objective = Objective(self.model, self.head, terms).to(self.device)
-        with recipe.blamed("optimiser"):
-            groups = parameter_groups(self.model, self.head, recipe.optimiser, self.device)
-        for work in works:
-            work.group(groups)
-        with recipe.blamed("optimiser"):
-            optimiser = make_optimiser(groups, recipe.optimiser)
-        for work in works:
-            work.start(optimiser)
-        forward = sharded(objective, self.world)
-        if train.compile:
-            forward = torch.compile(forward)
-            self.preprocess.change = torch.compile(self.preprocess.change)  # type: ignore[method-assign]
-        return Step(
-            objective,
-            forward,
-            self.preprocess,
-            make_batches(self.data.train, self.order, self.device, self.world, recipe.data.workers),
-            optimiser,
-            works,
-            precision=train.precision,
-            batch_size=recipe.data.batch_size,
-            world=self.world,
-            seed=recipe.seed,
-            clip_norm=train.clip_norm,
-            averages=self.averages,
-            channels_last=train.channels_last,
-        )
-
     def _capture(self) -> bool:
         asked = self.recipe.train.capture
         possible = self.device.type == "cuda" and self.world.size == 1
@@ -180,19 +125,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name."""
-        found = self.weights()
-        for key, work in self.works.items():
-            found |= {f"{key}.{name}": value for name, value in work.state().items()}
-        names: dict[Tensor, str] = {tensor: name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
-        for parameter, values in self._step.optimiser.state.items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    found[f"optimiser.{names[parameter]}.{key}"] = value
-        scaler = self._step.scaler
-        if scaler.is_enabled():
-            assert scaler._scale is not None and scaler._growth_tracker is not None
-            found |= {"scaler.scale": scaler._scale, "scaler.growth": scaler._growth_tracker}
-        return found
+        return state_of(self.weights(), self.works, self._step)
 
     def _resume(self) -> None:
         """Go on from the last checkpoint, or from the start."""
@@ -204,10 +137,7 @@ class Trainer:
             self.run.check_plugins()
             state = self.state()
             saved = load_checkpoint(checkpoint, state, self.recipe)
-            for key, work in self.works.items():
-                work.restored(
-                    {name.removeprefix(f"{key}."): v for name, v in state.items() if name.startswith(f"{key}.")}
-                )
+            tell_restored(self.works, state)
             self.step_number, self._records.pending = saved["step"], saved["pending"]
         measured = any(row["step"] == self.step_number and row["split"] == "test" for row in self.run.rows())
         self._unmeasured = self.step_number > 0 and self._evaluating() and not measured
@@ -255,8 +185,10 @@ class Trainer:
         The model was converted and rotated when it was built. The order of the rest: the work of sections, their terms
         and the parameter groups, the optimiser, several processes and compilation, the checkpoint, the capture.
         """
-        self.works = self._works()
-        self._step = self._make_step([*self.works.values()])
+        parts = (self.model, self.head, self.preprocess, self.device, self.data)
+        run = Training(self.recipe, *parts, keep=self._keep, replaced=self.averages.replaced)
+        self.works = works_of(run)
+        self._step = make_step(run, self.works, self.averages, self.order, self.world)
         self._records = Records(self._step, self.recipe.train.log_every, self.run)
         self._resume()
         self._train_mode()
