@@ -60,6 +60,8 @@ assert hs.metrics.identify(torch.eye(2), [0, 1], torch.eye(2), [0, 1]).rank.toli
 assert hs.metrics.lfw10(torch.randn(40, 3), torch.randn(40, 3), same, torch.arange(40) // 20).folds
 episodes = torch.eye(3).view(1, 3, 1, 3)
 assert hs.metrics.classify(episodes, episodes, "nearest").flatten().tolist() == [0, 1, 2]
+assert hs.schedules.create("cosine")(50, 0.5) == 0.5
+hs.optimisers.create("sgd", [dict(params=[layer.weight], lr=torch.tensor(0.1))]).step()
 assert hs.metrics.feature_distance(torch.randn(9, 2), torch.randn(9, 2)) > 0
 print(*sorted(m for m in sys.modules if m.startswith("hypersphere.")))
 """

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
         metrics,
         nn,
         optim,
+        optimisers,
         orthogonal,
         registry,
+        schedules,
         selection,
     )
 
@@ -50,8 +52,10 @@ __all__ = [
     "metrics",
     "nn",
     "optim",
+    "optimisers",
     "orthogonal",
     "registry",
+    "schedules",
     "selection",
 ]
 
