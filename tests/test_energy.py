@@ -842,7 +842,7 @@ def test_subsets_leave_out_zero_vectors_and_the_output_layer():
 @pytest.mark.parametrize(("s", "half_space"), [(2.0, False), (0.0, True)])
 def test_a_model_is_the_weighted_sum_of_its_layers(s, half_space):
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv1d(3, 5, 2), nn.Conv3d(2, 3, 1), nn.ModuleList([nn.Linear(6, 7)])
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv1d(3, 5, 2), nn.Conv3d(2, 3, 1), nn.Sequential(nn.Linear(6, 7))
     ).double()
     hidden = [model[0].weight, model[2].weight, model[3].weight]
     output = model[4][0].weight
