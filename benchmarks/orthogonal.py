@@ -41,9 +41,9 @@ from hypersphere.results import ResultRow, write_rows
 from hypersphere.runs import code_version
 
 SIZE, SPREAD = 0.5, 0.3
-"""Spectral norms: of the skew matrices, and of the distance of other free matrices from the identity."""
+"""Spectral norms: of the skew matrices, and of the distance of other unconstrained matrices from the identity."""
 MOVE, PLACES = 0.01, 8
-"""Spectral norm by which a free matrix moves between two steps of a map that follows it, round a loop of places."""
+"""Spectral norm by which an unconstrained matrix moves between two warm-started steps, round a loop of places."""
 CHECKED = 1152
 """Size up to which gradients are compared with float64."""
 TRIAL = 10
@@ -69,7 +69,7 @@ STEP_COLUMNS = ("ms", "x plain", "compiled ms", "compiled x plain", "orthogonali
 
 Cells = dict[str, float | str]
 Taken = tuple[Tensor, Tensor, Tensor]
-"""What a step of a map leaves: the free tensor, the orthogonal matrix and the gradient."""
+"""What a step of a map leaves: the unconstrained tensor, the orthogonal matrix and the gradient."""
 
 
 # ------------------------------------------------------------------------------------------------- float64 by hand
@@ -132,8 +132,8 @@ class Goal:
 class Provider:
     """A map from somewhere.
 
-    ``build`` takes a free matrix and returns how to compute, and the free tensor that gradients are taken of. ``plain``
-    is the map in float64 by hand; what is built on a float64 matrix, where there is none.
+    ``build`` takes an unconstrained matrix and returns how to compute, and the tensor that gradients are taken of.
+    ``plain`` is the map in float64 by hand; what is built on a float64 matrix, where there is none.
     """
 
     name: str
@@ -384,9 +384,9 @@ def loop(P: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def map_step(provider: Provider, P: Tensor, upstream: Tensor, generator: torch.Generator) -> Callable[[], Taken]:
-    """Forward and backward; a map that carries something has its matrix moved and follows it."""
+    """Forward and backward; a map with a warm start has its matrix moved and refines it."""
     map = provider.map
-    if map is None or not map.carries:
+    if map is None or not map.warm_starts:
         call, leaf = provider.build(P)
 
         def fixed() -> Taken:
@@ -396,17 +396,17 @@ def map_step(provider: Provider, P: Tensor, upstream: Tensor, generator: torch.G
         return fixed
     places = loop(P, generator)
     place = torch.zeros(1, dtype=torch.long, device=P.device)
-    carried = map.carry(places[0])
+    carried = map.warm_start(places[0])
     assert carried is not None
 
-    def following() -> Taken:
+    def refined() -> Taken:
         place.add_(1).remainder_(PLACES)
         leaf = places.index_select(0, place)[0].requires_grad_()
-        R, found = map.follow(leaf, carried)
+        R, found = map.refine(leaf, carried)
         carried.copy_(found)
         return leaf, R.detach(), torch.autograd.grad(R, leaf, upstream)[0]
 
-    return following
+    return refined
 
 
 def gradient_error(provider: Provider, taken: Taken, P: Tensor, upstream: Tensor) -> float:
@@ -618,7 +618,7 @@ def prepare_step(
         return loss.detach()
 
     def note_errors() -> None:
-        # Of the matrices that a step used: those that follow a solution are not those that are computed anew.
+        # Of the matrices that a step used: those that were refined are not those that are computed anew.
         for R in used:
             note_largest(entry, float(hs.orthogonal.orthogonality_error(R.double()).max()))
 

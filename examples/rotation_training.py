@@ -11,7 +11,7 @@ matrix by Cayley's map and begins as the identity.
 It is compared with ordinary training, and with matrices R that are random and stay so, on the digits of scikit-learn.
 
 What was seen with seeds 0, 1 and 2 (300 steps of Adam at 1e-2, at 1e-3 for the rotations: Adam moves every entry of a
-free matrix alike, and all of them add up to one turn):
+unconstrained matrix alike, and all of them add up to one rotation):
 
 * The energy of the rotated layers stays as it was to the last digit shown. In ordinary training it moves, up or down,
   by less than 1 %: digits give it no reason to.

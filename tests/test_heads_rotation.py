@@ -49,7 +49,7 @@ def disturb(rotation, size=0.3, seed=3):
     with torch.no_grad():
         rotation.free += size * noise.to(rotation.free)
         if rotation.carried is not None:
-            rotation.carried.copy_(rotation.map.carry(rotation.free))
+            rotation.carried.copy_(rotation.map.warm_start(rotation.free))
 
 
 def features(batch=7, dim=D, seed=2, dtype=torch.float64):
@@ -280,7 +280,7 @@ def test_state_dict_round_trip():
 
 
 @pytest.mark.parametrize("map", [{"name": "cayley"}, {"name": "gram_schmidt"}], ids=lambda map: map["name"])
-def test_a_map_that_follows_its_last_step(map):
+def test_a_map_that_starts_warm_from_its_last_step(map):
     """Refined from step to step by products alone, it trains as the one that is computed anew."""
     heads = [build("cosface", rotation=ClassRotation(D, hs.orthogonal.create(**map, **o))) for o in ({}, NEWTON)]
     assert heads[1].rotation.carried is not None and "rotation.carried" in heads[1].state_dict()

@@ -62,7 +62,7 @@ def turn_at_random(model, size=0.3, seed=3):
         for _, rotation in hs.orthogonal.rotations(model):
             rotation.free.add_(size * torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype))
             if rotation.carried is not None:
-                rotation.carried.copy_(rotation.map.carry(rotation.free))
+                rotation.carried.copy_(rotation.map.warm_start(rotation.free))
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -145,7 +145,7 @@ def test_published_parameter_counts_of_cnn6():
     hs.orthogonal.apply(model, skip=None)
     found = hs.orthogonal.check(model)
     assert sorted(row.d for row in found.rows) == [27, 576, 576, 576, 576, 576, 1024]
-    # free parameters of the rotations and the plain classifier of 64 x 100
+    # unconstrained parameters of the rotations and the plain classifier of 64 x 100
     assert sum(row.free for row in found.rows) + 6400 == 1_358_527
 
 
@@ -232,7 +232,7 @@ def test_gram_norms_energies_and_singular_values_survive_a_thousand_steps(name, 
         F.cross_entropy(model(x), y).backward()
         optimiser.step()
         if step % 100 == 99:
-            hs.orthogonal.settle(model)
+            hs.orthogonal.retract(model)
     for layer, V in zip(layers, before, strict=True):
         W = layer.weight.detach().double()
         scale = (V @ V.T).abs().max()
@@ -596,7 +596,7 @@ def test_resampling_needs_something_to_draw():
         hs.orthogonal.Resampling(hs.orthogonal.apply(mlp(4, 4, 2)), 5)
 
 
-# ------------------------------------------------------------------------------------ controls: free matrices
+# ------------------------------------------------------------------------------------ controls: unconstrained matrices
 
 
 def test_penalty_is_published_and_pulls_towards_orthogonal_matrices():
@@ -758,7 +758,7 @@ def test_report_prints_a_table():
         "note",
     ]
     assert text.splitlines()[3].split(maxsplit=9)[-1] == 'the output (skip="output")'
-    assert text.endswith("2 rotations, 43 free parameters")
+    assert text.endswith("2 rotations, 43 unconstrained parameters")
 
 
 def test_activations_may_be_recomputed():
@@ -920,7 +920,7 @@ def test_misused_cached_blocks_say_so():
         optimiser.step()
 
 
-def test_maps_that_follow_do_so_in_training_alone():
+def test_maps_start_warm_in_training_alone():
     model = hs.orthogonal.apply(mlp(8, 8, 3), "cayley", method="newton")
     (rotation,) = model[0].parametrizations.weight
     kept = rotation.carried.clone()
@@ -931,7 +931,7 @@ def test_maps_that_follow_do_so_in_training_alone():
     assert torch.equal(rotation.carried, kept)
     exact = copy.deepcopy(model)
     torch.testing.assert_close(hs.orthogonal.merge(exact)(torch.ones(1, 8)), out)
-    # A state without what is carried: from a map that carries nothing.
+    # A state without a warm start: from a map that has none.
     plain = hs.orthogonal.apply(mlp(8, 8, 3), "cayley")
     turn_at_random(plain, 0.5)
     model.load_state_dict(plain.state_dict())

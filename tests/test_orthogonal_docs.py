@@ -36,7 +36,7 @@ def test_code_prints_what_stands_there(tmp_path, monkeypatch):
         for block in blocks("python"):
             exec(compile(block, "docs/orthogonal.md", "exec"), names)
     assert output.getvalue() == "".join(blocks("text"))
-    assert not (names["turned"] - names["plain"](names["features"])).abs().max() > 1e-5
+    assert not (names["rotated"] - names["plain"](names["features"])).abs().max() > 1e-5
 
 
 def test_links_and_pictures_exist():

@@ -70,7 +70,7 @@ CONTROLS = {
     "masked lower hessenberg": create("masked", structure="lower_hessenberg"),
 }
 ALL = EXACT | NEAR | APPROXIMATE | CONTROLS
-CARRYING = {name: m for name, m in EXACT.items() if m.carries}
+WARM = {name: m for name, m in EXACT.items() if m.warm_starts}
 
 
 def close(found, expected, tolerance=1e-10):
@@ -408,14 +408,14 @@ def test_second_derivatives_against_central_differences(name):
     assert gradgradcheck(ALL[name], P, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CARRYING)
-def test_gradients_of_followed_maps_are_those_of_the_exact_ones(name):
-    m = CARRYING[name]
+@pytest.mark.parametrize("name", WARM)
+def test_gradients_of_warm_started_maps_are_those_of_the_exact_ones(name):
+    m = WARM[name]
     P = torch.randn(2, 6, 6, dtype=torch.float64) * 0.3 + torch.eye(6, dtype=torch.float64)
-    carried = m.carry(P)
+    carried = m.warm_start(P)
     P = (P + 1e-5 * torch.randn_like(P)).requires_grad_()
     G = torch.randn_like(P)
-    R, onwards = m.follow(P, carried)
+    R, onwards = m.refine(P, carried)
     assert not onwards.requires_grad
     found = torch.autograd.grad((R * G).sum(), P, create_graph=True)[0]
     expected = torch.autograd.grad((m(P) * G).sum(), P, create_graph=True)[0]
@@ -423,7 +423,7 @@ def test_gradients_of_followed_maps_are_those_of_the_exact_ones(name):
     close(found.detach(), expected.detach(), 1e-8)
     second = [torch.autograd.grad((g * G).sum(), P)[0] for g in (found, expected)]
     close(second[0], second[1], 1e-6)
-    first_only = torch.autograd.grad((m.follow(P, carried)[0] * G).sum(), P)[0]
+    first_only = torch.autograd.grad((m.refine(P, carried)[0] * G).sum(), P)[0]
     close(first_only, expected.detach(), 1e-8)
 
 
@@ -569,17 +569,17 @@ def test_a_large_skew_matrix_keeps_its_digits():
     assert orthogonality_error(exponential(P)) < 5e-6 < orthogonality_error(torch.matrix_exp(W))
 
 
-@pytest.mark.parametrize("name", CARRYING)
-def test_following_a_random_walk_stays_exact(name):
+@pytest.mark.parametrize("name", WARM)
+def test_refining_along_a_random_walk_stays_exact(name):
     """200 steps of relative size 1e-2 with a drift, in float32, against the exact map after every ten."""
-    d, m = 64, CARRYING[name]
+    d, m = 64, WARM[name]
     P = m.start(d, batch=(2,))
-    carried = m.carry(P)
+    carried = m.warm_start(P)
     start = m(P)
     drift = torch.randn_like(P)
     for step in range(200):
         P = P + (1e-2 * torch.randn_like(P) + 3e-3 * drift) / (2 * math.sqrt(d))  # spectral norms 1e-2 and 3e-3
-        R, carried = m.follow(P, carried)
+        R, carried = m.refine(P, carried)
         if step % 10 == 9:
             exact = m(P.double())
             assert (R - exact).abs().max() < 1e-5
@@ -587,37 +587,37 @@ def test_following_a_random_walk_stays_exact(name):
     assert (torch.linalg.matrix_norm(R - start) / math.sqrt(d) > 0.1).all()  # it has come somewhere
 
 
-@pytest.mark.parametrize("name", CARRYING)
+@pytest.mark.parametrize("name", WARM)
 def test_the_error_of_one_step_falls_with_the_stated_power(name):
     """Quadratic convergence, of the last correction of Cayley's map, too."""
-    d, m = 32, dataclasses.replace(CARRYING[name], refinements=1 if name.startswith("cayley") else 2)
+    d, m = 32, dataclasses.replace(WARM[name], refinements=1 if name.startswith("cayley") else 2)
     P = m.start(d, dtype=torch.float64)
     step = torch.randn(d, d, dtype=torch.float64)
     step = step / torch.linalg.matrix_norm(skew(step) if m.skew else step, 2)
-    errors = [float(orthogonality_error(m.follow(P + x * step, m.carry(P))[0])) for x in (0.2, 0.1, 0.02)]
+    errors = [float(orthogonality_error(m.refine(P + x * step, m.warm_start(P))[0])) for x in (0.2, 0.1, 0.02)]
     assert 10 < errors[0] / errors[1] < 30
     assert errors[2] < 1e-6
-    default = CARRYING[name]
-    assert orthogonality_error(default.follow(P + 0.1 * step, default.carry(P))[0]) < 1e-8
+    default = WARM[name]
+    assert orthogonality_error(default.refine(P + 0.1 * step, default.warm_start(P))[0]) < 1e-8
 
 
-@pytest.mark.parametrize("name", CARRYING)
+@pytest.mark.parametrize("name", WARM)
 @pytest.mark.parametrize("size", [0.5, 3.0, 300.0])
-def test_a_step_too_large_to_follow_stays_finite_and_recovers(name, size):
-    d, m = 16, CARRYING[name]
+def test_a_step_too_large_to_refine_stays_finite_and_recovers(name, size):
+    d, m = 16, WARM[name]
     P = m.start(d, batch=(2,))
-    carried = m.carry(P)
+    carried = m.warm_start(P)
     P[1] += size * torch.randn(d, d)
     exact = m(P.double())
     for _ in range(60):
-        R, carried = m.follow(P, carried)
+        R, carried = m.refine(P, carried)
         assert R.isfinite().all()
         assert R.abs().max() < 2 * d
         assert (R[0] - exact[0]).abs().max() < 1e-5  # the other matrices of the batch are not touched
     if size < 100:  # the condition of P is beyond float32 otherwise
         kept = slice(0, d - 1) if name == "householder newton" else slice(0, d)  # the last column goes with det P
         assert (R[1] - exact[1])[:, kept].abs().max() < (1e-5 if name == "cayley newton" else 1e-3)
-    recovered, _ = m.follow(P, m.carry(P))
+    recovered, _ = m.refine(P, m.warm_start(P))
     assert orthogonality_error(recovered).max() < 2e-6
 
 
@@ -717,8 +717,8 @@ def test_singular_matrices_give_finite_results(name, kind):
     assert found.abs().max() < 1e4
     if name != "loewdin newton":  # which stays singular where P is, and says so by its error
         assert orthogonality_error(R) < 1e-6
-    if m.carries:
-        R, carried = m.follow(P, m.carry(P))
+    if m.warm_starts:
+        R, carried = m.refine(P, m.warm_start(P))
         assert R.isfinite().all()
         assert carried.isfinite().all()
 
@@ -829,7 +829,7 @@ def test_inverses(name):
             m.inverse(R)
         return
     close(m(m.inverse(R)), R, 1e-9)
-    if m.settles:
+    if m.retracts:
         assert torch.equal(m.inverse(R), R)
     if m.skew:
         close(m.inverse(R), P.triu(1), 1e-8)
@@ -856,17 +856,17 @@ def test_logarithms_of_large_rotations():
     close(exponential(create("exp").inverse(turn)), turn, 1e-9)  # four is a turn of 2 pi - 4 the other way
 
 
-def test_maps_that_carry_nothing_follow_by_being_called():
+def test_maps_without_warm_start_refine_by_being_called():
     for name, m in ALL.items():
         P = argument(name, 3)
-        if m.carries:
-            assert m.carry(P).shape == P.shape
+        if m.warm_starts:
+            assert m.warm_start(P).shape == P.shape
         else:
-            assert m.carry(P) is None
-            assert torch.equal(m.follow(P, P)[0], m(P))
-    low = CARRYING["cayley newton"].carry(torch.zeros(2, 2, dtype=torch.bfloat16))
+            assert m.warm_start(P) is None
+            assert torch.equal(m.refine(P, P)[0], m(P))
+    low = WARM["cayley newton"].warm_start(torch.zeros(2, 2, dtype=torch.bfloat16))
     assert low.dtype == torch.float32
-    R, carried = CARRYING["cayley newton"].follow(torch.zeros(2, 2, dtype=torch.bfloat16), low)
+    R, carried = WARM["cayley newton"].refine(torch.zeros(2, 2, dtype=torch.bfloat16), low)
     assert (R.dtype, carried.dtype) == (torch.bfloat16, torch.float32)
 
 
@@ -916,10 +916,10 @@ def test_compiled_in_one_graph(name):
     R = compiled(leaf)
     close(R.detach(), m(P), 1e-5)
     close(torch.autograd.grad((R * G).sum(), leaf)[0], gradient(m, P, G), 1e-4)
-    if m.carries:
-        carried = m.carry(P)
+    if m.warm_starts:
+        carried = m.warm_start(P)
         close(
-            torch.compile(m.follow, fullgraph=True, backend="aot_eager")(P, carried)[0], m.follow(P, carried)[0], 1e-5
+            torch.compile(m.refine, fullgraph=True, backend="aot_eager")(P, carried)[0], m.refine(P, carried)[0], 1e-5
         )
 
 
@@ -954,12 +954,12 @@ def test_captured_with_tf32_allowed(name):
     try:
         P = m.start(d, batch=(3,), device="cuda").requires_grad_()
         G = torch.randn(3, d, d, device="cuda")
-        carried = m.carry(P)
+        carried = m.warm_start(P)
 
         def step():
             R = m(P)
             if carried is not None:
-                R, onwards = m.follow(P, carried)
+                R, onwards = m.refine(P, carried)
                 carried.copy_(onwards)
             (P.grad,) = torch.autograd.grad((R * G).sum(), P)
             return R.detach()

@@ -66,9 +66,9 @@ def landscape(
     r"""Measure a model on a grid of random directions through its weights.
 
     What moves are the trainable parameters of two dimensions and more: of a plain network its filters, of one that is
-    trained orthogonally the free matrices of its rotations. A model is put in evaluation mode, so that statistics of
-    batch normalisation stay; its modes and, bit by bit, its parameters are as before at the end, also after an error.
-    Directions are drawn from the seed, the same on every device, and the first is the same with one
+    trained orthogonally the unconstrained matrices of its rotations. A model is put in evaluation mode, so that
+    statistics of batch normalisation stay; its modes and, bit by bit, its parameters are as before at the end, also
+    after an error. Directions are drawn from the seed, the same on every device, and the first is the same with one
     dimension as with two. There is no gradient unless ``evaluate`` enables it.
 
     Args:
@@ -80,7 +80,7 @@ def landscape(
         distribution: Of the entries of a direction: ``"gaussian"``, or ``"uniform"`` in [0, 1].
         normalise: ``"filter"`` makes each filter of a direction as long as the matching filter of the weights,
             ``"layer"`` each tensor, ``None`` nothing. A filter is a row of a matrix and the weights of an output
-            channel, of a rotation's free matrices a column. A filter (or tensor) of zeros does not move then.
+            channel, of a rotation's unconstrained matrices a column. A filter (or tensor) of zeros does not move then.
         vectors: Move parameters of fewer dimensions, biases and those of normalisation, as well; each is one filter.
         seed: Seed of the directions.
 
@@ -113,7 +113,6 @@ def landscape(
     # All of the first direction before the second, so that one dimension is a part of two.
     directions = [
         [_direction(p, rotations.get(p), distribution, normalise, generator) for p in parameters]  # type: ignore[call-overload]
-        for _ in range(dimensions)
     ]
     # Symmetric, and exactly zero in the middle.
     coordinates = span * torch.arange(1 - points, points, 2, dtype=torch.float64) / (points - 1)
@@ -136,7 +135,7 @@ def landscape(
 def _kept(modules: list[nn.Module], parameters: list[Tensor], origin: list[Tensor]) -> Iterator[None]:
     """Evaluation mode, and everything as before at the end."""
     modes = [module.training for module in modules]
-    # What rotations carry from step to step is near the matrices of the weights themselves, not of those on the grid.
+    # The warm starts of rotations are near the matrices of the weights themselves, not of those on the grid.
     carried = [(module, module.carried) for module in modules if getattr(module, "carried", None) is not None]
     try:
         for module in modules:

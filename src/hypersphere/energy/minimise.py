@@ -201,7 +201,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _shortened(move: Tensor, x: Tensor, most: float) -> Tensor:
-    """The move ``(r, n, d)`` of each start as a whole, scaled so that no point turns by more than ``most``."""
+    """The move ``(r, n, d)`` of each start as a whole, scaled so that no point rotates by more than ``most``."""
     turn = (move.norm(dim=2) / x.norm(dim=2).clamp(min=torch.finfo(x.dtype).tiny)).amax(1)
     return move * (most / turn.clamp(min=most)).view(-1, 1, 1)
 

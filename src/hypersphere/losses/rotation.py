@@ -30,13 +30,13 @@ class ClassRotation(nn.Module):
         features ``(B, D)`` to the same.
 
     Example:
-        >>> turn = ClassRotation(4, "cayley")
-        >>> turn(torch.ones(2, 4)).shape, turn.count
+        >>> rotation = ClassRotation(4, "cayley")
+        >>> rotation(torch.ones(2, 4)).shape, rotation.count
         (torch.Size([2, 4]), 6)
     """
 
     is_rotation: ClassVar[bool] = True
-    """How parameter groups know the parameters that weight decay must spare: it would turn the classes back."""
+    """How parameter groups know the parameters that weight decay must spare: it would rotate the classes back."""
     carried: Tensor | None
     signs: Tensor | None
 
@@ -46,11 +46,11 @@ class ClassRotation(nn.Module):
         self.dim, self.map = dim, create(map) if isinstance(map, str) else map
         self.free = nn.Parameter(self.map.start(dim))
         self.register_buffer("signs", self.map.signs(dim), persistent=False)
-        self.register_buffer("carried", self.map.carry(self.free.detach()))
+        self.register_buffer("carried", self.map.warm_start(self.free.detach()))
 
     @property
     def count(self) -> int:
-        """Number of free parameters; ``free`` may hold more numbers than its map reads."""
+        """Number of unconstrained parameters; ``free`` may hold more numbers than its map reads."""
         return self.map.free(self.dim)
 
     @property
@@ -58,7 +58,7 @@ class ClassRotation(nn.Module):
         """R, ``(D, D)`` in float32 or wider; the identity at the start."""
         free = at_least_float32(self.free)
         if self.carried is not None and self.training and torch.is_grad_enabled():
-            found, carried = self.map.follow(free, at_least_float32(self.carried))
+            found, carried = self.map.refine(free, at_least_float32(self.carried))
             with torch.no_grad():
                 self.carried.copy_(carried)
         else:  # from the start: the parameter may be another one, a running average say
@@ -79,7 +79,7 @@ class ClassRotation(nn.Module):
         return product(x, matrix.to(x.dtype))
 
     def extra_repr(self) -> str:
-        """The map, the size and the number of free parameters."""
+        """The map, the size and the number of unconstrained parameters."""
         return f"{self.map}, dim={self.dim}, parameters={self.count}"
 
 

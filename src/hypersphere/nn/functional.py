@@ -2,8 +2,8 @@ r"""Decoupled operators over all patches of a map: one convolution, one norm map
 
 With directions :math:`\hat w` of the kernels and :math:`E = \|x\|^2` of the patches (one map for each group of
 channels, a sum of squares over channels and then over windows), the response is a pointwise function of the convolution
-:math:`z = \hat w * x` and of :math:`E`. The backward pass is written out: it needs the output and :math:`E` only, from
-which it finds the angles again, and costs one more pass over the activations than that of a convolution.
+:math:`z = \hat w * x` and of :math:`E`. The custom backward pass needs the output and :math:`E` only, from which
+it finds the angles again, and costs one more pass over the activations than that of a convolution.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _composed(
 
 
 def _by_hand(operator: Operator) -> bool:
-    """Whether the written-out backward pass serves: unweighted, with the slopes of h and an invertible g."""
+    """Whether the custom backward pass serves: unweighted, with the slopes of h and an invertible g."""
     # Up to torch 2.11 is_exporting() is True inside torch.compile, too, which the flag is not.
     if torch.compiler._is_exporting_flag or torch._C._are_functorch_transforms_active() or in_forward_mode():
         return False
@@ -208,7 +208,7 @@ def _scaled(radius: Tensor, mean: Tensor | None) -> Tensor:
 
 
 class _Decoupled(torch.autograd.Function):
-    """The response with its backward pass written out, which keeps the input, the output and the norm map."""
+    """The response with a custom backward pass, which keeps the input, the output and the norm map."""
 
     @staticmethod
     def forward(

@@ -80,7 +80,7 @@ def parameter_groups(
         head_lr: Learning rate of the head; by default the same.
         rotation_lr: Learning rate of the model's rotations and orthogonal matrices; by default the same. Those of the
             head have the same ratio to ``head_lr``. Without normalisation layers ten times ``lr`` may be best.
-        rotation_decay: Weight decay of the free parameters of rotations.
+        rotation_decay: Weight decay of the unconstrained parameters of rotations.
         decay: ``"all"``, or ``"weights"``, which spares vectors.
         rules: Rates and decays by name; the first that fits counts. Their groups are called ``-PATTERN``, or
             ``-PATTERN-vectors`` where the decay is spared. They do not apply to the roles above, vectors aside.
@@ -106,14 +106,14 @@ def parameter_groups(
     check_choice("decay", decay, ("all", "weights"))
     # Not by division where that would round.
     of_head = head_lr if rotation_lr == lr else rotation_lr if head_lr == lr else head_lr * (rotation_lr / lr)
-    turned = {"model": rotation_lr, "head": of_head}
+    rotated = {"model": rotation_lr, "head": of_head}
     parts = {"model": (model, lr)} | ({} if head is None else {"head": (head, head_lr)})
     groups: list[dict[str, Any]] = []
     used: set[str] = set()
     seen: set[nn.Parameter] = set()
     for name, (module, rate) in parts.items():
         for suffix, rule, parameters in _members(name, module, decay, rules, used, seen):
-            own = turned[name] if suffix in ("-rotations", "-matrices") else rate
+            own = rotated[name] if suffix in ("-rotations", "-matrices") else rate
             kept = {"-rotations": rotation_decay, "": weight_decay}.get(suffix, 0.0)
             if rule is not None:
                 own = rate * rule.lr
@@ -167,6 +167,6 @@ def _decoupled(module: nn.Module) -> dict[Tensor, str]:
 
 
 def _rotations(module: nn.Module) -> dict[Tensor, str]:
-    """The groups of the free parameters of rotations, of layers and of class vectors."""
+    """The groups of the unconstrained parameters of rotations, of layers and of class vectors."""
     parts: list[Any] = [part for part in module.modules() if getattr(part, "is_rotation", False)]
     return {part.free: "-matrices" if part.map.direct else "-rotations" for part in parts}

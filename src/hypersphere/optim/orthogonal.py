@@ -51,8 +51,8 @@ def cayley_step(
         lr: Step size a, a number or a tensor without dimensions.
         retraction: ``"exact"``, to the precision of the type, or ``"fixed-point"``.
         iterations: Number T of fixed-point iterations.
-        cap: Largest ``a * ||W||_F`` of a step, in radians about the largest turn; a is lowered to it. ``None``: no
-            limit. The fixed-point iteration needs one, below 2.
+        cap: Largest ``a * ||W||_F`` of a step, in radians about the largest rotation angle; a is lowered to it.
+            ``None``: no limit. The fixed-point iteration needs one, below 2.
 
     Returns:
         The next matrices, ``(..., d, d)``.
@@ -74,7 +74,7 @@ def cayley_step(
 class OGD(Optimizer):
     r"""Gradient descent that keeps matrices orthogonal, and is ordinary SGD or Adam for all other parameters.
 
-    Parameters R of groups with ``orthogonal=True`` turn in steps of the Cayley retraction (:func:`cayley_step`), with
+    Parameters R of groups with ``orthogonal=True`` rotate in steps of the Cayley retraction (:func:`cayley_step`), with
     the momentum M kept in the tangent space. With the gradient F at R, in the form ``"sgd"``:
 
     .. math::
@@ -88,9 +88,10 @@ class OGD(Optimizer):
         M \leftarrow \beta_1 M - (1 - \beta_1) F, \quad v \leftarrow \beta_2 v + (1 - \beta_2) \lVert F \rVert_F^2,
         \quad r = (1 - \beta_1^t) (\sqrt{v / (1 - \beta_2^t)} + \epsilon)
 
-    and the step goes along W / r, so that ``lr`` is about the angle by which the whole matrix turns. Weight decay does
-    not act on orthogonal matrices: it has no component along them. (Li et al., "Efficient Riemannian Optimization on
-    the Stiefel Manifold via the Cayley Transform", 2020; Liu et al., "Orthogonal Over-Parameterized Training", 2021.)
+    and the step goes along W / r, so that ``lr`` is about the angle by which the whole matrix rotates. Weight decay
+    does not act on orthogonal matrices: it has no component along them. (Li et al., "Efficient Riemannian Optimization
+    on the Stiefel Manifold via the Cayley Transform", 2020; Liu et al., "Orthogonal Over-Parameterized Training",
+    2021.)
 
     Rounding and the fixed-point iteration let matrices drift: a step of length x along one plane, of two iterations,
     shrinks it by about :math:`x^4 / 8`, little at a low rate and much where steps reach the cap. Every ``check_every``
@@ -180,7 +181,7 @@ class OGD(Optimizer):
             if not group["orthogonal"]:
                 self._update(members, group)
                 continue
-            self._turn(members, group)
+            self._rotate(members, group)
             if group["check_every"] and not (members[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 group["unchecked"] += 1
                 if group["unchecked"] >= group["check_every"]:
@@ -246,7 +247,7 @@ class OGD(Optimizer):
             options["decoupled_weight_decay"] = group["form"] == "adamw"
             adam(members, gradients, averages, squares, [], steps, **options)  # type: ignore[arg-type]
 
-    def _turn(self, members: list[Tensor], group: dict[str, Any]) -> None:
+    def _rotate(self, members: list[Tensor], group: dict[str, Any]) -> None:
         """A step of orthogonal parameters, those of one size together."""
         batches = defaultdict(list)
         for p in members:

@@ -23,7 +23,7 @@ from hypersphere.orthogonal.apply import (
     merge,
     penalty,
     rebase,
-    settle,
+    retract,
 )
 from hypersphere.orthogonal.maps import Map, create, maps, orthogonality_error
 from hypersphere.orthogonal.peft import from_peft, to_peft
@@ -55,9 +55,9 @@ __all__ = [
     "penalty",
     "poet",
     "rebase",
+    "retract",
     "rotations",
     "save_adapter",
-    "settle",
     "to_peft",
     "unload",
     "unmerge_adapter",

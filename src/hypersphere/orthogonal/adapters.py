@@ -1,18 +1,18 @@
-r"""Fine-tuning by rotation: adapters that turn the neurons of a frozen model, several for each model.
+r"""Fine-tuning by rotation: adapters that rotate the neurons of a frozen model, several for each model.
 
 A pretrained weight :math:`W_0`, neurons being columns, becomes :math:`W = R\,W_0`, with R orthogonal, the identity at
 the start, and made of small Cayley blocks: angles between neurons, and with them every hyperspherical energy, stay
 those of the pretrained model. Methods are OFT (blocks on the diagonal), COFT (that stays near the identity) and BOFT
-(butterflies of blocks), each by turning the weight or by turning the layer's inputs (OFTv2), which works with quantised
-weights, too (QOFT). One frozen model and a set of rotations for each task, the multi-task form of orthogonal training,
-is the same thing: an adapter for each task and :func:`use` to switch.
+(butterflies of blocks), each by rotating the weight or by rotating the layer's inputs (OFTv2), which works with
+quantised weights, too (QOFT). One frozen model and a set of rotations for each task, the multi-task form of orthogonal
+training, is the same thing: an adapter for each task and :func:`use` to switch.
 
 The parameter of an adapter holds the strict upper triangle of every block, :math:`b(b-1)/2` numbers: what an optimiser
-keeps, what is saved and what is counted are the free parameters. They are spread to matrices by one copy in front of
-the map (:class:`Packed`), whose derivative is a selection. The weight of the layer keeps its name in the model's state,
-so that checkpoints of the pretrained model go on to fit. Every layer computes its blocks in its own forward pass, so
-that parts of a model can be called alone and activations be recomputed; :func:`hypersphere.orthogonal.cached` computes
-them once for several passes.
+keeps, what is saved and what is counted are the unconstrained parameters. They are spread to matrices by one copy in
+front of the map (:class:`Packed`), whose derivative is a selection. The weight of the layer keeps its name in the
+model's state, so that checkpoints of the pretrained model go on to fit. Every layer computes its blocks in its own
+forward pass, so that parts of a model can be called alone and activations be recomputed;
+:func:`hypersphere.orthogonal.cached` computes them once for several passes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def pack(P: Tensor) -> Tensor:
 
 
 def butterfly(d: int, block: int, factors: int) -> Tensor:
-    """Coordinates that the factors of a butterfly turn, ``(factors, d)``, blocks next to each other.
+    """Coordinates that the factors of a butterfly rotate, ``(factors, d)``, blocks next to each other.
 
     Factor l couples half-block g with half-block g + 2^l in groups of 2^(l+1) half-blocks.
 
@@ -178,7 +178,7 @@ class Adapter(Rotation):
 
     @property
     def exact(self) -> bool:
-        """Here ``back`` means the transpose, with which inputs are turned, and never the inverse."""
+        """Here ``back`` means the transpose, with which inputs are rotated, and never the inverse."""
         return True
 
     def matrices(self) -> Tensor:
@@ -234,14 +234,14 @@ class Adapters(nn.ModuleDict):
         self.hooks: list[Any] = []
 
     def working(self, *, input_centric: bool) -> Adapter | None:
-        """The adapter that turns inputs, or the weight, in a forward pass now."""
+        """The adapter that rotates inputs, or the weight, in a forward pass now."""
         if self.active is None or self.merged is not None or self.active not in self:
             return None
         found: Any = self[self.active]
         return found if found.input_centric is input_centric else None
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the forward pass: turn the inputs."""
+        """Hook before the forward pass: rotate the inputs."""
         adapter = self.working(input_centric=True)
         if adapter is None:
             return None
@@ -260,14 +260,14 @@ class Adapters(nn.ModuleDict):
 
 
 class _Rotated(nn.Module):
-    """What a layer is besides its own class while adapters turn its weight."""
+    """What a layer is besides its own class while adapters rotate its weight."""
 
     plain: type[nn.Module]
     adapters: Adapters
 
     @property
     def weight(self) -> Tensor | None:
-        """The weight as it is turned; the frozen one is the parameter of this name."""
+        """The weight as it is rotated; the frozen one is the parameter of this name."""
         try:
             weight, adapter = self._parameters["weight"], self.adapters.working(input_centric=False)
             return weight if adapter is None or weight is None else adapter(weight)
@@ -401,7 +401,7 @@ def adapt(
         block_size: Size b of a block; by default 32, and 4 for butterflies. A layer whose neurons have a size that it
             does not divide takes the nearest divisor. Coordinates of a convolution's neuron are those of one input
             channel after the other.
-        blocks: Number of blocks instead of their size; as many as input channels make each block turn one kernel.
+        blocks: Number of blocks instead of their size; as many as input channels make each block rotate one kernel.
         share_blocks: One block for all places on the diagonal.
         butterfly: Number m of factors of ``"boft"``, by default 2; R is dense from :math:`m = \log_2(2d/b)` on. Neurons
             must have a size divisible by :math:`b\,2^{m-1}`, and b must be even.
@@ -412,8 +412,8 @@ def adapt(
         terms: Terms k of the Neumann series; an even number is more exact than the next odd one, and blocks have to
             stay small (spectral norm well below 1).
         input_centric: Turn the inputs of linear layers instead of their weights (OFTv2), which is the same function. It
-            is cheaper where there are fewer input vectors than neurons, keeps no turned weight for the backward
-            pass, and is the way for quantised weights. By default these alone. Convolutions always turn the weight.
+            is cheaper where there are fewer input vectors than neurons, keeps no rotated weight for the backward
+            pass, and is the way for quantised weights. By default these alone. Convolutions always rotate the weight.
         dropout: Multiplicative dropout: in every training step, one factor of the butterfly (of OFT: the only one) is
             drawn, and each of its blocks is the identity with this probability.
         dtype: Type of the parameters; by default float32, or float64 for a model of that type.
@@ -621,7 +621,7 @@ def _extra_parameters(
 ) -> list[str]:
     """Names of the model's own parameters that are trained with an adapter."""
     own = _own_parameters(model)
-    turned = {f"{name}.weight".lstrip(".") for name in layers}
+    rotated = {f"{name}.weight".lstrip(".") for name in layers}
     chosen: set[str] = set()
     for pattern in patterns:
         hits = set()
@@ -630,8 +630,8 @@ def _extra_parameters(
             found = any(_matches(".".join(parts[: end + 1]), pattern) for end in range(len(parts)))
             if name == pattern or (found and pattern not in own):
                 hits.add(name)
-        if not hits or hits & turned:
-            what = f"the frozen weight {min(hits & turned)}" if hits else "no parameter"
+        if not hits or hits & rotated:
+            what = f"the frozen weight {min(hits & rotated)}" if hits else "no parameter"
             raise ArgumentError("train", f"must be names of parameters or modules, got {what} by {pattern!r}")
         chosen |= hits
     if bias != "none":
@@ -748,8 +748,8 @@ def drop(model: nn.Module, name: str) -> None:
 def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
     """Put an adapter into the weights of its layers: the model computes the same at no cost beyond its own.
 
-    What is merged is what an adapter that turns weights computes in training, bit for bit: every kind of layer, stride,
-    padding, dilation and input size is right by construction.
+    What is merged is what an adapter that rotates weights computes in training, bit for bit: every kind of layer,
+    stride, padding, dilation and input size is right by construction.
 
     Args:
         model: The model.
@@ -761,7 +761,7 @@ def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
         The model.
 
     Raises:
-        ArgumentError: For a model that is merged already, and for quantised weights, which cannot be turned.
+        ArgumentError: For a model that is merged already, and for quantised weights, which cannot be rotated.
 
     Example:
         >>> model = merge_adapter(adapt(nn.Linear(8, 8)))
@@ -772,15 +772,15 @@ def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
     layers = {n: layer for n, layer in adapted_layers(model).items() if name in layer.adapters}
     for layer_name, layer in layers.items():
         if not is_ordinary(layer._parameters.get("weight")):
-            raise ArgumentError("model", f"must have weights that can be turned, got a quantised one: {layer_name}")
+            raise ArgumentError("model", f"must have weights that can be rotated, got a quantised one: {layer_name}")
     use(model, name)
     for layer in layers.values():
         weight, adapter = layer._parameters["weight"], layer.adapters[name]
         training, adapter.training = adapter.training, False  # no dropout
-        turned = adapter(weight)
+        rotated = adapter(weight)
         adapter.training = training
         layer.adapters.kept = weight.data.cpu() if keep else None
-        weight.data = turned
+        weight.data = rotated
     for layer in adapted_layers(model).values():
         layer.adapters.merged = name
     book.merged = name

@@ -69,7 +69,7 @@ def apply(
 
     Args:
         model: Any module, or a layer.
-        map: How R comes from free parameters: the name of a map (``hypersphere list orthogonal``) or a map.
+        map: How R comes from unconstrained parameters: the name of a map (``hypersphere list orthogonal``) or a map.
         types: Classes of layers, or patterns of their names (``"conv*"``); by default all linear and convolution
             layers, transposed ones and the linear layers of GPT-2 in transformers included, and attention, whose
             queries, keys and values have a rotation each.
@@ -86,18 +86,18 @@ def apply(
         gain: Factor on neurons: nothing else can change their norms later.
         refine: Steps that minimise the energy of the neurons before they are frozen, or the arguments of
             :func:`hypersphere.energy.refine`.
-        start: ``"identity"``, or ``"normal"``: free parameters are standard normal numbers, as was published, and R
-            is far from the identity.
+        start: ``"identity"``, or ``"normal"``: unconstrained parameters are standard normal numbers, as was published,
+            and R is far from the identity.
         learn_neurons: Train V, too, which angles do not survive.
         blocks: Number of equal blocks on the diagonal of R, along the input channels (PE-OPT); layers whose number of
             channels it does not divide get one block.
         share_blocks: One block for all places on the diagonal.
         sample: Turn only so many coordinates at a time, a share up to 1 or a number (S-OPT), at least 2; the first
-            chosen layer is turned whole. :class:`hypersphere.orthogonal.Resampling` draws new ones during training.
+            chosen layer is rotated whole. :class:`hypersphere.orthogonal.Resampling` draws new ones during training.
         sampling: ``"uniform"``; ``"partition"``: each coordinate comes once before any comes again; ``"blocks"``: all
             coordinates, in random blocks of that size; ``"channels"``: whole input channels.
-        sides: ``"in"``: turn neurons; ``"both"``: turn the axis of outputs, too (POET), which keeps singular values but
-            not the angles.
+        sides: ``"in"``: rotate neurons; ``"both"``: rotate the axis of outputs, too (POET), which keeps singular values
+            but not the angles.
         seed: Makes all that is drawn a function of this number and the layer's name; by default torch's own source.
         **options: Options of the map.
 
@@ -133,19 +133,19 @@ def apply(
         whole = sample is not None and place == 0 and sides == "in" and len(layers) > 1
         share = None if whole else sample
         axes = ("in", "out")[: 1 + (sides == "both")]
-        turned = [_rotation(chosen_map, layer, a, blocks, share_blocks, share, sampling, generator) for a in axes]
-        for rotation in turned if start == "normal" else ():
+        parts = [_rotation(chosen_map, layer, a, blocks, share_blocks, share, sampling, generator) for a in axes]
+        for rotation in parts if start == "normal" else ():
             with torch.no_grad():
                 rotation.free.copy_(torch.randn(rotation.free.shape, generator=generator, dtype=rotation.free.dtype))
-            rotation.carry()
-        plans.append((layer, weight, turned))
+            rotation.restart()
+        plans.append((layer, weight, parts))
     selection.note(rows, "rotate")
-    for layer, weight, turned in plans:
+    for layer, weight, parts in plans:
         with torch.no_grad():
             layer.value.copy_(weight)
         if not learn_neurons:
             freeze(layer)
-        for rotation in turned:
+        for rotation in parts:
             rotation.train(layer.module.training)
             parametrize.register_parametrization(layer.module, layer.weight, rotation, unsafe=True)
         if chosen_map.orthogonal and sides == "in" and not learn_neurons:
@@ -299,7 +299,7 @@ def _rotation(
     index: Tensor | None = None
     block = d
     if sample is not None:
-        # One coordinate alone cannot be turned.
+        # One coordinate alone cannot be rotated.
         block = min(d, max(2, round(sample * d) if sample <= 1 else int(sample)))
         if sampling == "channels":
             block = max(1, block // taps) * taps
@@ -363,7 +363,8 @@ def cached(model: nn.Module) -> Iterator[None]:
     """Compute the matrices of a model's rotations once for all that is done inside.
 
     For inference with a model that is not merged, and for several backward passes before a step of the optimiser:
-    gradients with respect to the matrices are added up and taken to the free parameters at the end of the block.
+    gradients with respect to the matrices are added up and taken to the unconstrained parameters at the end of the
+    block.
 
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -409,7 +410,7 @@ def cached(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(model: M) -> M:
-    """Make the model plain again, in place: weights become what they are turned into, with no cost left.
+    """Make the model plain again, in place: weights become what they are rotated into, with no cost left.
 
     Classes, names and shapes are those of before :func:`apply`; all parameters are trainable.
 
@@ -470,7 +471,7 @@ def rotated(model: nn.Module) -> list[Rotated]:
 
 @torch.no_grad()
 def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> None:
-    """Start again from where training has come: neurons become what they are turned into, matrices the identity.
+    """Start again from where training has come: neurons become what they are rotated into, matrices the identity.
 
     The model computes what it did. For training on the next data set (progressive reuse), and for maps such as Cayley's
     that are best near the identity.
@@ -504,14 +505,14 @@ class Row(NamedTuple):
     Attributes:
         name: Name of the layer.
         map: The orthogonal map.
-        d: Size of the vectors that are turned.
+        d: Size of the vectors that are rotated.
         n: Number of vectors, in each group.
         matrices: Number and size of the matrices, such as ``"1x576"``.
-        free: Number of free parameters.
+        free: Number of unconstrained parameters.
         moved: Distance from the identity, :math:`\|R - I\|_F / \sqrt{d}` over all matrices.
-        error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix, also of what a map that follows would give.
+        error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix, also of what a warm-started map would give.
         gram: Largest change of an inner product between neurons, relative to the largest squared norm; of singular
-            values where both sides are turned.
+            values where both sides are rotated.
         role: ``"hidden"``, or ``"output"``.
     """
 
@@ -558,7 +559,7 @@ class Report:
             lines.append((row.name, row.role, (row.map, f"{row.n}x{row.d}", row.matrices, *numbers), ""))
         lines += [(layer.name, layer.role, (), layer.reason) for layer in self.left]
         total = sum(row.free for row in self.rows)
-        return f"{selection.table(columns, lines)}\n{len(self.rows)} rotations, {total:,} free parameters"
+        return f"{selection.table(columns, lines)}\n{len(self.rows)} rotations, {total:,} unconstrained parameters"
 
     __repr__ = __str__
 
@@ -576,7 +577,7 @@ def check(model: nn.Module, *, output: Output = "auto") -> Report:
         name  role    map     neurons  matrices  free  moved    error  gram change  note
         0     hidden  cayley  4x3      1x3          3  0.000  0.0e+00      0.0e+00
         2     output  -       -        -            -      -        -            -  the output (skip="output")
-        1 rotations, 3 free parameters
+        1 rotations, 3 unconstrained parameters
     """
     rows = []
     layers = selection.noted(model, "rotate", output=output)
@@ -612,7 +613,7 @@ def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float, role
     matrices = rotation.matrices()
     error = orthogonality_error(matrices).max()
     if rotation.carried is not None:  # what the next step of training will see
-        used, _ = rotation.map.follow(rotation.free, at_least_float32(rotation.carried))
+        used, _ = rotation.map.refine(rotation.free, at_least_float32(rotation.carried))
         error = torch.maximum(error, orthogonality_error(used).max())
     eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
     moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
@@ -641,29 +642,29 @@ def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
 
 
 @torch.no_grad()
-def settle(model: nn.Module, bound: float = 1e-5) -> None:
-    """Bring what maps carry from step to step back to where it belongs, without a change of any matrix.
+def retract(model: nn.Module, bound: float = 1e-5) -> None:
+    """Retraction: bring what drifted from step to step back onto the orthogonal group, without a change of any matrix.
 
-    Maps that are invariant to the scale of their free matrix P continue from P = R, where they are well conditioned;
-    maps that follow a solution by Newton steps start them anew where the orthogonality error is beyond ``bound``. Call
+    Maps that are invariant to the scale of their unconstrained matrix P continue from P = R, where they are well
+    conditioned; warm starts of Newton steps are computed anew where the orthogonality error is beyond ``bound``. Call
     it every hundred steps or so; it waits for the device.
 
     Args:
         model: The model.
-        bound: Orthogonality error above which a solution is computed anew.
+        bound: Orthogonality error above which a warm start is computed anew.
 
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "gram_schmidt", start="normal")
-        >>> settle(model)
+        >>> retract(model)
     """
-    turned: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
-    for rotation in turned:
-        if rotation.map.settles:
+    found: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
+    for rotation in found:
+        if rotation.map.retracts:
             rotation.free.copy_(rotation.map(rotation.free))
         if rotation.carried is not None:
-            matrices, _ = rotation.map.follow(rotation.free, at_least_float32(rotation.carried))
-            if rotation.map.settles or not bool(orthogonality_error(matrices).max() <= bound):
-                rotation.carried.copy_(rotation.map.carry(rotation.free))
+            matrices, _ = rotation.map.refine(rotation.free, at_least_float32(rotation.carried))
+            if rotation.map.retracts or not bool(orthogonality_error(matrices).max() <= bound):
+                rotation.carried.copy_(rotation.map.warm_start(rotation.free))
 
 
 class Penalty(nn.Module):
@@ -688,7 +689,7 @@ class Penalty(nn.Module):
 
 
 def penalty(model: nn.Module, *, squared: bool = True) -> Tensor:
-    r"""How far matrices that are free are from orthogonal ones, to be added to a loss (OR, the relaxed form).
+    r"""How far unconstrained matrices are from orthogonal ones, to be added to a loss (OR, the relaxed form).
 
     .. math:: \sum_\text{layers} \|R^\top R - I\|_F^2
 

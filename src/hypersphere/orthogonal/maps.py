@@ -1,4 +1,4 @@
-r"""Maps from a free tensor ``P`` to an orthogonal matrix ``R``, by name, as objects and as functions.
+r"""Maps from an unconstrained tensor ``P`` to an orthogonal matrix ``R``, by name, as objects and as functions.
 
 All of them work on ``(..., d, d)`` tensors, compute in float32 or wider (also under autocast) and answer in the type of
 ``P``. Their derivatives are closed forms that stay finite for repeated singular values, at the identity and at any
@@ -127,8 +127,8 @@ class Map:
         return self.orthogonal and not self.direct
 
     @property
-    def settles(self) -> bool:
-        """Whether every orthogonal matrix that the map reaches is its own image, so that ``P`` may go on from ``R``."""
+    def retracts(self) -> bool:
+        """Whether the map is a retraction: every ``R`` is its own image, so that ``P`` may go on from ``R``."""
         return False
 
     def evaluate(self, P: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ class Map:
             return self.evaluate(wide).to(P.dtype)
 
     @property
-    def carries(self) -> bool:
-        """Whether :meth:`follow` takes a tensor from one step to the next."""
+    def warm_starts(self) -> bool:
+        """Whether :meth:`refine` starts warm: from the solution of the step before, which :meth:`warm_start` gives."""
         return False
 
     def start(
@@ -164,7 +164,7 @@ class Map:
         return None
 
     def free(self, d: int) -> int:
-        """Number of free parameters."""
+        """Number of unconstrained parameters."""
         return d * (d - 1) // 2
 
     def inverse(self, R: Tensor) -> Tensor:
@@ -183,12 +183,12 @@ class Map:
         """A candidate for :meth:`inverse`, which checks it."""
         return R
 
-    def carry(self, P: Tensor) -> Tensor | None:
-        """The tensor that :meth:`follow` needs for this ``P``, computed anew; ``None`` where nothing is carried."""
+    def warm_start(self, P: Tensor) -> Tensor | None:
+        """The warm start of :meth:`refine` for this ``P``, computed anew; ``None`` where the map has none."""
         return None
 
-    def follow(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """``R`` by products alone from what was carried from a ``P`` nearby, and what to carry on (no gradient)."""
+    def refine(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """``R`` by products alone from the warm start of a ``P`` nearby, and the next warm start (no gradient)."""
         return self(P), carried
 
 
@@ -201,16 +201,16 @@ class Cayley(Map):
     :math:`M = \tfrac12 (R^T + I) G (R^T + I)`, but for ``neumann``, which is differentiated as the polynomial it is.
 
     Args:
-        method: ``"solve"``: a factorisation, no wait. ``"newton"``: the same when called; :meth:`follow` carries ``R``
-            and refines :math:`(I - W)^{-1} = (R + I)/2` with products alone, exact to rounding while the spectral norm
-            of the change of ``W`` is below 0.03 (two refinements) or 0.15 (three), convergent below 1. Beyond, it is
-            started anew at :math:`(I - W)^T / c`, finite and convergent over the next steps: look at the
-            orthogonality error and call :meth:`carry` where it is large. ``"neumann"``: the truncated series
+        method: ``"solve"``: a factorisation, no wait. ``"newton"``: the same when called; :meth:`refine` starts from
+            the last ``R`` and refines :math:`(I - W)^{-1} = (R + I)/2` with products alone, exact to rounding while
+            the spectral norm of the change of ``W`` is below 0.03 (two refinements) or 0.15 (three), convergent below
+            1. Beyond, it is started anew at :math:`(I - W)^T / c`, finite and convergent over the next steps: look at
+            the orthogonality error and call :meth:`warm_start` where it is large. ``"neumann"``: the truncated series
             :math:`(I + W)(I + W + \dots + W^k) = C (I - W^{k+1})` with the exact map :math:`C`, for spectral norms
             below 1. Its :math:`R^TR - I` is :math:`-W^{2k+2}` for even k and :math:`-2W^{k+1} + W^{2k+2}` for odd
             ones, so take an even one.
         terms: Number k of terms of ``neumann``.
-        refinements: Newton steps of ``newton`` at each call of :meth:`follow`, two products each.
+        refinements: Newton steps of ``newton`` at each call of :meth:`refine`, two products each.
 
     Example:
         >>> Cayley()(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
@@ -235,8 +235,8 @@ class Cayley(Map):
         check_range("refinements", self.refinements, 1)
 
     @property
-    def carries(self) -> bool:
-        """Whether :meth:`follow` takes a tensor from one step to the next."""
+    def warm_starts(self) -> bool:
+        """Whether :meth:`refine` starts warm, from the solution of the step before."""
         return self.method == "newton"
 
     def evaluate(self, P: Tensor) -> Tensor:
@@ -250,14 +250,14 @@ class Cayley(Map):
         """Strict upper triangle of the inverse Cayley map, which is no preimage under the truncated series."""
         return inverse_cayley(R).triu(1)
 
-    def carry(self, P: Tensor) -> Tensor | None:
+    def warm_start(self, P: Tensor) -> Tensor | None:
         """``R``."""
         with torch.no_grad():
-            return at_least_float32(self(P)) if self.carries else None
+            return at_least_float32(self(P)) if self.warm_starts else None
 
-    def follow(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def refine(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """``R``, twice: with and without gradient."""
-        if not self.carries:
+        if not self.warm_starts:
             return self(P), carried
         with full_precision(P):
             R = algebra.cayley(skew(_checked("P", P)), carried, self.refinements)
@@ -270,29 +270,29 @@ class _Orthonormalised(Map):
     refinements: int
 
     @property
-    def settles(self) -> bool:
+    def retracts(self) -> bool:
         """Scale and triangle of ``P`` do not count."""
         return True
 
-    def carry(self, P: Tensor) -> Tensor | None:
+    def warm_start(self, P: Tensor) -> Tensor | None:
         """The inverse of the triangular factor."""
-        if not self.carries:
+        if not self.warm_starts:
             return None
         with full_precision(P), torch.no_grad():
-            wide = self._turn(_checked("P", P))
+            wide = self._transposed(_checked("P", P))
             _, T, det = algebra.orthonormalise(wide)
             T, _ = algebra.guarded(T, wide)
             return algebra.solve_triangular(T, eye(T).expand_as(T)) * self._column_signs(det, T.shape[-1])
 
-    def follow(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def refine(self, P: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """``R`` and the refined inverse of the triangular factor."""
-        if not self.carries:
+        if not self.warm_starts:
             return self(P), carried
         with full_precision(P):
-            R, carried, _ = algebra.orthonormalise(self._turn(_checked("P", P)), carried, self.refinements)
-        return self._turn(R).to(P.dtype), carried
+            R, carried, _ = algebra.orthonormalise(self._transposed(_checked("P", P)), carried, self.refinements)
+        return self._transposed(R).to(P.dtype), carried
 
-    def _turn(self, P: Tensor) -> Tensor:
+    def _transposed(self, P: Tensor) -> Tensor:
         """``P`` with the vectors to orthonormalise in columns, and back."""
         return P
 
@@ -312,12 +312,12 @@ class GramSchmidt(_Orthonormalised):
 
     Args:
         orientation: ``"columns"`` or ``"rows"`` are orthonormalised, first to last.
-        method: ``"qr"``, or ``"newton"``: the same when called; :meth:`follow` carries the inverse of the triangular
-            factor and refines it with products alone, exact to rounding while the relative change of ``P`` is below
-            0.02 (two refinements) or 0.1 (three). A larger one that makes it diverge starts it anew at a multiple of
-            the identity, finite and convergent over the next steps: look at the orthogonality error and call
-            :meth:`carry` where it is large.
-        refinements: Newton steps of ``newton`` at each call of :meth:`follow`, three products each.
+        method: ``"qr"``, or ``"newton"``: the same when called; :meth:`refine` starts from the inverse of the
+            triangular factor and refines it with products alone, exact to rounding while the relative change of ``P``
+            is below 0.02 (two refinements) or 0.1 (three). A larger one that makes it diverge starts it anew at a
+            multiple of the identity, finite and convergent over the next steps: look at the orthogonality error and
+            call :meth:`warm_start` where it is large.
+        refinements: Newton steps of ``newton`` at each call of :meth:`refine`, three products each.
 
     Example:
         >>> GramSchmidt()(torch.tensor([[3.0, -1.0], [4.0, 2.0]]))
@@ -336,15 +336,15 @@ class GramSchmidt(_Orthonormalised):
         check_range("refinements", self.refinements, 1)
 
     @property
-    def carries(self) -> bool:
-        """Whether :meth:`follow` takes a tensor from one step to the next."""
+    def warm_starts(self) -> bool:
+        """Whether :meth:`refine` starts warm, from the solution of the step before."""
         return self.method == "newton"
 
     def evaluate(self, P: Tensor) -> Tensor:
         """``R`` of a ``P`` in float32 or wider."""
-        return self._turn(algebra.orthonormalise(self._turn(P))[0])
+        return self._transposed(algebra.orthonormalise(self._transposed(P))[0])
 
-    def _turn(self, P: Tensor) -> Tensor:
+    def _transposed(self, P: Tensor) -> Tensor:
         return P.mT if self.orientation == "rows" else P
 
 
@@ -357,11 +357,11 @@ class Householder(_Orthonormalised):
         form: ``"qr"``: the d - 1 reflections that make ``P`` upper triangular with positive diagonal but for its last
             entry. That is Gram-Schmidt with its last column times :math:`(-1)^{d-1} \operatorname{sign} \det P`, which
             is how it is computed: at ``P = I``, where reflectors are 0/0, value and gradient are those of the limit.
-            ``"newton"``: the same with what :class:`GramSchmidt` carries, and with the sign that det P had at the
-            last :meth:`carry`. ``"product"``: the columns of the strict
+            ``"newton"``: the same with the warm start of :class:`GramSchmidt`, and with the sign that det P had at the
+            last :meth:`warm_start`. ``"product"``: the columns of the strict
             lower triangle of ``P`` with a diagonal of ones are the d reflectors themselves
             (:func:`torch.linalg.householder_product`); at the start ``R`` is minus the identity.
-        refinements: Newton steps of ``newton`` at each call of :meth:`follow`, three products each.
+        refinements: Newton steps of ``newton`` at each call of :meth:`refine`, three products each.
 
     Example:
         >>> Householder()(torch.tensor([[3.0, -1.0], [4.0, 2.0]]))
@@ -378,12 +378,12 @@ class Householder(_Orthonormalised):
         check_range("refinements", self.refinements, 1)
 
     @property
-    def carries(self) -> bool:
-        """Whether :meth:`follow` takes a tensor from one step to the next."""
+    def warm_starts(self) -> bool:
+        """Whether :meth:`refine` starts warm, from the solution of the step before."""
         return self.form == "newton"
 
     @property
-    def settles(self) -> bool:
+    def retracts(self) -> bool:
         """Scale and triangle of ``P`` do not count, but for the reflectors of a product."""
         return self.form != "product"
 
@@ -448,7 +448,7 @@ class Loewdin(Map):
             check_range("steps", self.steps, 1)
 
     @property
-    def settles(self) -> bool:
+    def retracts(self) -> bool:
         """The symmetric factor of ``P`` does not count."""
         return True
 
@@ -544,7 +544,7 @@ class Unconstrained(Map):
         return P
 
     def free(self, d: int) -> int:
-        """Number of free parameters."""
+        """Number of unconstrained parameters."""
         return d * d
 
 
@@ -588,7 +588,7 @@ class SPD(Map):
         return product(L, L.mT)
 
     def free(self, d: int) -> int:
-        """Number of free parameters."""
+        """Number of unconstrained parameters."""
         return d * (d + 1) // 2
 
     def preimage(self, R: Tensor) -> Tensor:
@@ -646,7 +646,7 @@ class Masked(Map):
         return super().start(d, batch=batch, device=device, dtype=dtype)
 
     def free(self, d: int) -> int:
-        """Number of free parameters."""
+        """Number of unconstrained parameters."""
         if self.structure in ("symmetric", "skew"):
             return d * (d + 1) // 2 - (d if self.structure == "skew" else 0)
         return sum(max(0, d - abs(k)) for side in [self._diagonals(d)] for k in range(-side[0], side[1] + 1))

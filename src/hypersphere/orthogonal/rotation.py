@@ -1,8 +1,8 @@
 r"""Small orthogonal matrices on an axis of a weight: what orthogonal training and fine-tuning learn.
 
 A weight is read as vectors, ``(groups, n, d)``: the neurons of a layer (``axis="in"``), or their coordinates across
-the layer (``axis="out"``). A :class:`Rotation` turns all vectors alike, by one matrix, by blocks on the diagonal, by a
-block on some coordinates, or by a butterfly of blocks.
+the layer (``axis="out"``). A :class:`Rotation` rotates all vectors alike, by one matrix, by blocks on the diagonal, by
+a block on some coordinates, or by a butterfly of blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Rotation(nn.Module):
     r"""Rotates the vectors of a weight by learned orthogonal matrices: :math:`W = R V`, vectors being columns of V.
 
     A parametrisation in the sense of :mod:`torch.nn.utils.parametrize`; :func:`hypersphere.orthogonal.apply` attaches
-    it. The matrices come from the parameter ``free`` of shape ``(count, b, b)`` by an orthogonal map. Each stage turns
-    the coordinates that its row of ``index`` lists (all, in order, where there is no index), cut into blocks of b:
+    it. The parameter ``free`` of shape ``(count, b, b)`` holds the unconstrained parameters, from which an orthogonal
+    map computes the matrices. Each stage rotates the coordinates that its row of ``index`` lists (all, in order, where
+    there is no index), cut into blocks of b:
 
     * one matrix: no index, one block of size d;
     * block diagonal: no index, d / b blocks, or one that is shared by all;
@@ -39,9 +40,13 @@ class Rotation(nn.Module):
         groups: Number of groups of vectors with matrices of their own; 1: all share them.
         block: Size b of a block; by default d.
         shared: One block for all places of a stage.
-        index: Coordinates that each stage turns, ``(stages, k b)``.
+        index: Coordinates that each stage rotates, ``(stages, k b)``.
         dtype: Type of the parameter, float32 or wider.
         device: Where it is.
+
+    Attributes:
+        free: The unconstrained parameters of the matrices.
+        carried: The warm start of the map, a buffer; ``None`` where it has none.
 
     Example:
         >>> from hypersphere.orthogonal import create
@@ -71,20 +76,20 @@ class Rotation(nn.Module):
     ) -> None:
         super().__init__()
         block = block or d
-        turned = d if index is None else index.shape[-1]
-        if turned % block:
-            raise ArgumentError("block", f"must divide the {turned} coordinates that are turned, got {block}")
+        rotated = d if index is None else index.shape[-1]
+        if rotated % block:
+            raise ArgumentError("block", f"must divide the {rotated} coordinates that are rotated, got {block}")
         self.map, self.layout, self.d, self.groups, self.block = map, layout, d, groups, block
         self.stages = 1 if index is None else index.shape[0]
-        self.places = 1 if shared else turned // block
+        self.places = 1 if shared else rotated // block
         self.shared = shared
         count = self.stages * groups * self.places
         self.free = nn.Parameter(map.start(block, batch=(count,), device=device, dtype=dtype))
         signs = map.signs(block)
         self.register_buffer("signs", None if signs is None else signs.to(self.free), persistent=False)
-        self.register_buffer("carried", map.carry(self.free.detach()) if map.carries else None)
+        self.register_buffer("carried", map.warm_start(self.free.detach()) if map.warm_starts else None)
         self.register_buffer("index", None if index is None else index.to(device=self.free.device, dtype=torch.long))
-        self.register_buffer("back", None if self.index is None or turned < d else self.index.argsort(1))
+        self.register_buffer("back", None if self.index is None or rotated < d else self.index.argsort(1))
         self.sampling: str | None = None
         """How new coordinates are drawn during training; ``None``: never."""
         self.taps = 1
@@ -96,7 +101,7 @@ class Rotation(nn.Module):
 
     @property
     def count(self) -> int:
-        """Number of free parameters."""
+        """Number of unconstrained parameters."""
         return self.free.shape[0] * self.map.free(self.block)
 
     def extra_repr(self) -> str:
@@ -114,23 +119,23 @@ class Rotation(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.carried is not None and f"{prefix}carried" not in state_dict:
-            # Parameters of their own, from a map that carries nothing: what was carried here belongs to others.
+            # Parameters of their own, from a map without warm start: the one that is here belongs to others.
             missing: list[str] = args[2]
             missing[:] = [key for key in missing if key != f"{prefix}carried"]
-            self.carry()
+            self.restart()
 
     @torch.no_grad()
-    def carry(self) -> None:
-        """Compute what the map carries anew, for the present parameters."""
+    def restart(self) -> None:
+        """Compute the warm start of the map anew, for the present parameters."""
         if self.carried is not None:
-            self.carried.copy_(self.map.carry(self.free))  # type: ignore[arg-type]
+            self.carried.copy_(self.map.warm_start(self.free))  # type: ignore[arg-type]
 
     def forward(self, weight: Tensor) -> Tensor:
         """The rotated weight of the layer."""
         return self.layout.weight(self.rotate(self.layout.vectors(weight)), weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The weight that is turned into this one, for assignments to the layer's weight."""
+        """The weight that is rotated into this one, for assignments to the layer's weight."""
         return self.layout.weight(self.rotate(self.layout.vectors(weight), back=True), weight)
 
     def rotate(self, vectors: Tensor, *, back: bool = False, matrices: Tensor | None = None) -> Tensor:
@@ -138,7 +143,7 @@ class Rotation(nn.Module):
 
         Args:
             vectors: The vectors, in any floating-point type; computed in float32 or wider.
-            back: Undo the turn: by :math:`R^\top`, or by :math:`R^{-1}` where R need not be orthogonal.
+            back: Undo the rotation: by :math:`R^\top`, or by :math:`R^{-1}` where R need not be orthogonal.
             matrices: Instead of the present ones, ``(count, b, b)``.
 
         Returns:
@@ -167,10 +172,10 @@ class Rotation(nn.Module):
         if self.index is None:
             return self._blocks(vectors, matrices)
         index = self.index[stage]
-        turned = self._blocks(vectors.index_select(-1, index), matrices)
+        rotated = self._blocks(vectors.index_select(-1, index), matrices)
         if self.back is not None:
-            return turned.index_select(-1, self.back[stage])
-        return vectors.index_copy(-1, index, turned)
+            return rotated.index_select(-1, self.back[stage])
+        return vectors.index_copy(-1, index, rotated)
 
     def _blocks(self, vectors: Tensor, matrices: Tensor) -> Tensor:
         if self.groups == 1 and matrices.shape[1] == 1 and vectors.shape[-1] == self.block:
@@ -180,8 +185,8 @@ class Rotation(nn.Module):
             return (blocks @ matrices[0, 0].mT).flatten(-2)
         if self.groups == 1:  # (..., k, b) with a matrix for each block
             lead = blocks.shape[:-2]
-            turned = blocks.reshape(-1, *blocks.shape[-2:]).transpose(0, 1) @ matrices[0].mT
-            return turned.transpose(0, 1).reshape(*lead, -1)
+            rotated = blocks.reshape(-1, *blocks.shape[-2:]).transpose(0, 1) @ matrices[0].mT
+            return rotated.transpose(0, 1).reshape(*lead, -1)
         # (groups, n, k, b): one product for each group and block
         return (blocks.transpose(1, 2) @ matrices.mT).transpose(1, 2).flatten(-2)
 
@@ -189,14 +194,14 @@ class Rotation(nn.Module):
     def reset(self, index: Tensor | None = None) -> None:
         """Start again from the identity, on other coordinates where an index is given."""
         self.free.copy_(self.map.start(self.block, batch=(self.free.shape[0],), dtype=self.free.dtype))
-        self.carry()
+        self.restart()
         if index is not None and self.index is not None:
             self.index.copy_(index)
             if self.back is not None:
                 self.back.copy_(self.index.argsort(1))
 
     def dense(self) -> Tensor:
-        """All of R, ``(groups, d, d)``, which few need: it is turned into by the unit vectors."""
+        """All of R, ``(groups, d, d)``, which few need: the rotated unit vectors."""
         eye = torch.eye(self.d, dtype=self.free.dtype, device=self.free.device)
         return self.rotate(eye.expand(self.groups, -1, -1) if self.groups > 1 else eye.unsqueeze(0)).mT
 
@@ -221,17 +226,17 @@ def _compute(rotations: Sequence[Rotation], *, write: bool) -> list[Tensor]:
     found: dict[Rotation, Tensor] = {}
     alike: dict[tuple[Any, ...], list[Rotation]] = {}
     for rotation in rotations:
-        # Parameters that are not being trained may be others than those that were followed: a running average, say.
-        follows = rotation.carried is not None and rotation.training and torch.is_grad_enabled()
-        key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype, follows)
+        # Parameters that are not being trained may be others than those of the warm start: a running average, say.
+        warm = rotation.carried is not None and rotation.training and torch.is_grad_enabled()
+        key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype, warm)
         alike.setdefault(key, []).append(rotation)
-    for (map, *_, follows), members in alike.items():
+    for (map, *_, warm), members in alike.items():
         free = _joined([rotation.free for rotation in members])
-        if follows:
+        if warm:
             carried = [rotation.carried for rotation in members if rotation.carried is not None]
-            matrices, followed = map.follow(free, at_least_float32(_joined(carried)))
+            matrices, onward = map.refine(free, at_least_float32(_joined(carried)))
             if write:
-                _write(carried, followed)
+                _write(carried, onward)
         else:
             matrices = map(free)
         if members[0].signs is not None:

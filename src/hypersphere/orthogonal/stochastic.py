@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 class Resampling:
     """Draws new coordinates for the rotations of a model every so many steps; call it after ``optimiser.step()``.
 
-    Neurons become what they are turned into, so that the model computes what it did; the small matrices start again
+    Neurons become what they are rotated into, so that the model computes what it did; the small matrices start again
     from the identity on other coordinates, and what the optimiser remembers of them is set to zero. Rotations of whole
     layers are left alone. All that is drawn is a function of the seed, the layer's name and the number of the round, so
     that a resumed run, and every process of a distributed one, draws the same; all that changes are tensors in place,
@@ -53,17 +53,17 @@ class Resampling:
         self.layers = [layer for layer in rotated(model) if any(rotation.sampling for rotation in layer.parts)]
         if not self.layers:
             raise ArgumentError(
-                "model", "must have layers that turn some coordinates at a time: apply(..., sample=0.25)"
+                "model", "must have layers that rotate some coordinates at a time: apply(..., sample=0.25)"
             )
         self.steps = 0
-        for name, rotation in self._turned():
+        for name, rotation in self._rotated():
             # Where training has not begun, the first round is one of these, too.
             if torch.equal(
                 rotation.free, rotation.map.start(rotation.block, batch=rotation.free.shape[:1]).to(rotation.free)
             ):
                 rotation.reset(self._coordinates(name, rotation, 0).unsqueeze(0))
 
-    def _turned(self) -> Iterator[tuple[str, Rotation]]:
+    def _rotated(self) -> Iterator[tuple[str, Rotation]]:
         for layer in self.layers:
             for side, rotation in enumerate(layer.parts):
                 yield f"{layer.name}/{side}", rotation
@@ -79,13 +79,13 @@ class Resampling:
         """Begin the round with this number."""
         for layer in self.layers:
             layer.parts.original.copy_(layer.value)
-        for name, rotation in self._turned():
+        for name, rotation in self._rotated():
             rotation.reset(self._coordinates(name, rotation, number).unsqueeze(0))
             forget_state(self.optimiser, rotation.free)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The free parameters that a draw sets back."""
-        return [rotation.free for _, rotation in self._turned()]
+        """The unconstrained parameters that a draw sets back."""
+        return [rotation.free for _, rotation in self._rotated()]
 
     def _coordinates(self, name: str, rotation: Rotation, number: int) -> Tensor:
         turn = 0
@@ -100,14 +100,14 @@ def poet(
 ) -> M:
     r"""Training by rotations of both axes (POET), :math:`W = R\, W_0 P`, in small pieces, in place.
 
-    Singular values of every weight stay as they are; angles do not. Each side is turned by blocks on a random
+    Singular values of every weight stay as they are; angles do not. Each side is rotated by blocks on a random
     permutation of all coordinates (``sampling="blocks"``), or by one block on some of them (``"uniform"``); a
     :class:`Resampling` draws new ones every few hundred steps, which also keeps the truncated series of the map in the
     range where it is exact.
 
     Args:
         model: The model.
-        block: Size of a block, or its share of the side; a side that is smaller is turned whole.
+        block: Size of a block, or its share of the side; a side that is smaller is rotated whole.
         sampling: ``"blocks"`` or ``"uniform"``.
         terms: Terms of the Neumann series of Cayley's map; an even number is more exact than the next odd one.
         unit_norm: Set neurons to norm 1 first, which is best for training from the start; for a pretrained model say

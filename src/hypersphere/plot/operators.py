@@ -258,10 +258,10 @@ def plot_operator_field(names: Sequence[str] | None = None) -> Figure:
 
 @styled
 def plot_angle_step(norms: tuple[float, float] = (1.0, 2.0), step: float = 0.8) -> Figure:
-    r"""The same step turns a short kernel further than a long one.
+    r"""The same step rotates a short kernel further than a long one.
 
     The gradient of an operator that ignores the kernel's norm is orthogonal to the kernel, so a step of length
-    :math:`d` turns a kernel of norm :math:`\|w\|` by :math:`\arctan(d / \|w\|)`.
+    :math:`d` rotates a kernel of norm :math:`\|w\|` by :math:`\arctan(d / \|w\|)`.
 
     Args:
         norms: Norms of the short and the long kernel.

@@ -19,13 +19,13 @@ from hypersphere.recipe.section import Section, Term, Training, Work, sections
 from hypersphere.recipe.seeds import derive_seed
 from hypersphere.registry import Registry
 
-SETTLE_EVERY = 100
-"""Steps between two looks at the matrices of rotations."""
+RETRACT_EVERY = 100
+"""Steps between two retractions of the matrices of rotations."""
 
 
 @sections.register("orthogonal")
 class Orthogonal(Section, LayerChoice):
-    """Orthogonal training of the model's layers: the ``name`` of a map, its options, and what is turned how.
+    """Orthogonal training of the model's layers: the ``name`` of a map, its options, and what is rotated how.
 
     Most keys are arguments of :func:`hypersphere.orthogonal.apply`. The classifier is no part of the model, so all
     layers are chosen by default.
@@ -37,17 +37,19 @@ class Orthogonal(Section, LayerChoice):
     unit_norm: bool = Field(False, description="set the norms of neurons to gain")
     gain: float = Field(1.0, gt=0, description="factor on the neurons")
     refine: int = Field(0, ge=0, description="steps that minimise the energy of the neurons before training")
-    start: Literal["identity", "normal"] = Field("identity", description="first value of the free parameters")
+    start: Literal["identity", "normal"] = Field("identity", description="first value of the unconstrained parameters")
     learn_neurons: bool = Field(False, description="train the neurons, too")
     blocks: int = Field(1, ge=1, description="blocks on the diagonal of a rotation")
     share_blocks: bool = Field(False, description="one block for all places on the diagonal")
-    sample: float | None = Field(None, gt=0, description="coordinates turned at a time, a share below 1 or a number")
+    sample: float | None = Field(None, gt=0, description="coordinates rotated at a time, a share below 1 or a number")
     sampling: Literal["uniform", "partition", "blocks", "channels"] = "uniform"
-    sides: Literal["in", "both"] = Field("in", description="'both' turns the outputs, too")
+    sides: Literal["in", "both"] = Field("in", description="'both' rotates the outputs, too")
     every: int = Field(0, ge=0, description="steps between two draws of coordinates; 0: never")
     lr: float = Field(1.0, ge=0, description="factor on the learning rate of rotations; 0: neurons stay as drawn")
-    weight_decay: float = Field(0.0, ge=0, description="of the free parameters of rotations")
-    penalty: float = Field(0.0, ge=0, description="weight of the distance from orthogonal matrices, for free ones")
+    weight_decay: float = Field(0.0, ge=0, description="of the unconstrained parameters of rotations")
+    penalty: float = Field(
+        0.0, ge=0, description="weight of the distance of unconstrained matrices from orthogonal ones"
+    )
     penalty_squared: bool = Field(True, description="the squared distance")
 
     @property
@@ -58,7 +60,7 @@ class Orthogonal(Section, LayerChoice):
         return {key: value for key in keys if (value := getattr(self, key)) is not None} | self.choice
 
     def mistakes(self, recipe: Recipe) -> Iterator[tuple[Location, str]]:
-        """Coordinates are drawn where some are turned at a time; means of orthogonal matrices are not orthogonal."""
+        """Coordinates are drawn where some are rotated at a time; means of orthogonal matrices are not orthogonal."""
         if bool(self.every) != (self.sample is not None):
             message = "must be 0 without orthogonal.sample: there is nothing to draw"
             if not self.every:
@@ -75,7 +77,7 @@ class Orthogonal(Section, LayerChoice):
         return orthogonal.apply(model, recipe.build(maps, ("orthogonal",)), seed=seed, **self.arguments)
 
     def train(self, run: Training) -> Work:
-        """Rates of rotations, the penalty of free ones, new coordinates, and the upkeep of matrices."""
+        """Rates of rotations, the penalty of unconstrained ones, new coordinates, and the upkeep of matrices."""
         return _Rotations(run, self)
 
     @classmethod
@@ -94,9 +96,9 @@ class _Upkeep(Work):
         self.optimiser = optimiser
 
     def after(self, step: int) -> None:
-        if step % SETTLE_EVERY == 0:
+        if step % RETRACT_EVERY == 0:
             for module in (self.run.model, self.run.head):
-                orthogonal.settle(module)
+                orthogonal.retract(module)
             if isinstance(self.optimiser, OGD):
                 self.optimiser.orthogonalise()
 
@@ -137,7 +139,7 @@ class _Rotations(_Upkeep):
     def after(self, step: int) -> None:
         if self.part.every and step % self.part.every == 0:
             self.resampling.draw(step // self.part.every)
-            self.run.replaced(self.resampling.parameters())  # these turn other coordinates now
+            self.run.replaced(self.resampling.parameters())  # these rotate other coordinates now
         super().after(step)
 
     def measured(self, step: int) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-r"""An orthogonal map of your own: from free parameters to the matrix that rotates the neurons of a layer.
+r"""An orthogonal map of your own: from unconstrained parameters to the matrix that rotates the neurons of a layer.
 
 hypersphere list maps --plugin my_name.py
 hypersphere train digits-opt --plugin my_name.py orthogonal.name=my-name orthogonal.times=3

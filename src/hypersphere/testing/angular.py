@@ -2,7 +2,7 @@ r"""The contract of angular functions: what falls with the angle, with the slope
 
 A member's own ``contract`` may declare ``ends`` (its values at 0 and pi, by default 1 and -1), ``variants`` (options
 to try beside the defaults), and ``inverse`` or ``slope`` (``False`` where it defines none and cannot be used in
-written-out backward passes).
+custom backward passes).
 """
 
 from __future__ import annotations

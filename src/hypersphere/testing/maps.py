@@ -1,4 +1,4 @@
-r"""The contract of orthogonal maps: what a map says about itself (``exact``, ``skew``, ``free``, ``settles``) holds.
+r"""The contract of orthogonal maps: what a map says about itself (``exact``, ``skew``, ``free``, ``retracts``) holds.
 
 A member's own ``contract`` may declare ``variants`` (options to try beside the defaults), ``waits`` (``True`` where it
 waits for the device), ``graph`` (``False`` where it cannot be compiled as one graph), and ``smooth`` (``False`` where
@@ -140,32 +140,32 @@ def inverse_gives_the_matrix_again(name: str) -> None:
 
 
 @CONTRACT.check
-def settles_where_it_says(name: str) -> None:
-    """Where it ``settles``, training may go on from ``P = R``: the image of an image is itself."""
+def retracts_where_it_says(name: str) -> None:
+    """Where it ``retracts``, training may go on from ``P = R``: the image of an image is itself."""
     for member in members(name):
-        if member.settles:
+        if member.retracts:
             R = member(near_start(member, 4, seed=10))
             numeric.close(member(R), R, 1e-6, f"{member} of its image")
 
 
 @CONTRACT.check
-def follows_with_what_it_carries(name: str) -> None:
-    """``follow`` gives the map near the place of ``carry``, with the map's own gradient."""
+def refines_from_its_warm_start(name: str) -> None:
+    """``refine`` gives the map near the place of ``warm_start``, with the map's own gradient."""
     weights = numeric.draw(4, 4, seed=11)
     for member in members(name):
         P = near_start(member, 4, seed=12)
-        carried = member.carry(P)
-        assert (carried is not None) == member.carries, f"{member} says carries={member.carries}"
+        carried = member.warm_start(P)
+        assert (carried is not None) == member.warm_starts, f"{member} says warm_starts={member.warm_starts}"
         if carried is None:
             continue
         leaf, other = ((P + 1e-3 * numeric.draw(4, 4, seed=13)).requires_grad_() for _ in range(2))
-        R, onward = member.follow(leaf, carried)
+        R, onward = member.refine(leaf, carried)
         assert onward.shape == carried.shape and not onward.requires_grad
-        numeric.close(R, member(other), 1e-6, f"{member} carried on")
+        numeric.close(R, member(other), 1e-6, f"{member} refined")
         (found,), (wanted,) = (
             torch.autograd.grad((m * weights).sum(), p) for m, p in ((R, leaf), (member(other), other))
         )
-        numeric.close(found, wanted, 1e-5, f"gradient of {member} carried on")
+        numeric.close(found, wanted, 1e-5, f"gradient of {member} refined")
 
 
 @CONTRACT.check
