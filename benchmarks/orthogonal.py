@@ -3,7 +3,7 @@
 Maps are timed forward and backward on one d x d matrix: ours, torch's own parametrisations, and those of geotorch and
 peft where these are installed; eager and, where that is possible, as one CUDA graph. Beside every time stand the error
 of orthogonality and that of the gradient against float64. Networks are timed as whole captured steps, plain and with
-all layers of the backbone turned by learned rotations, also compiled.
+all layers of the backbone rotated by learned rotations, also compiled.
 
     python benchmarks/orthogonal.py --output docs/rows/orthogonal.json
     python benchmarks/orthogonal.py --only steps --compile  # the compiled steps alone, which take most of a run

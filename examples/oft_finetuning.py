@@ -9,7 +9,7 @@ things and other adjectives.
     python examples/oft_finetuning.py
 
 Two ways are compared: a linear classifier on the frozen encoder, and the same while the neurons of the attention layers
-are turned by learned orthogonal matrices (blocks of 32, :math:`W = R W_0`). Afterwards the rotations are merged into
+are rotated by learned orthogonal matrices (blocks of 32, :math:`W = R W_0`). Afterwards the rotations are merged into
 the weights, and the model is saved and loaded by transformers alone.
 
 What was seen with seeds 0, 1 and 2 (80 steps of 32 sentences, Adam at 2e-3):

@@ -24,6 +24,7 @@ from hypersphere.nn import (
     project_weights,
     recalibrate,
 )
+from hypersphere.nn.optimise import decoupled_layers
 
 IMAGES = (2, 8, 8)
 
@@ -186,6 +187,34 @@ def test_projection_of_a_model():
     assert weight.grad.eq(1).all()
     assert weight.requires_grad
     assert weight._version == version + 1  # written once, in place
+
+
+@pytest.mark.parametrize(
+    ("choice", "projected"),
+    [
+        ({}, "0 1 3"),
+        ({"types": "conv*"}, "0 1"),
+        ({"include": ["0", "3"]}, "0 3"),
+        ({"exclude": lambda name, layer: name == "0"}, "1 3"),
+        ({"skip": "output"}, "0 1"),
+        ({"skip": ("first", "output"), "output": "1"}, "3"),
+    ],
+)
+def test_projection_of_chosen_layers(choice, projected):
+    model = nn.Sequential(
+        DecoupledConv2d(2, 3, 3), DecoupledConv2d(3, 4, 3), nn.Flatten(), DecoupledLinear(64, 5), nn.ReLU()
+    )
+    before = {name: layer.weight.detach().clone() for name, layer in decoupled_layers(model)}
+    project_weights(model, s=2.0, **choice)
+    for name, layer in decoupled_layers(model):
+        if name in projected.split():
+            torch.testing.assert_close(layer.weight.flatten(1).norm(dim=1), torch.full((len(layer.weight),), 2.0))
+        else:
+            assert torch.equal(layer.weight, before[name])
+    counting = nn.Sequential(DecoupledLinear(2, 3), DecoupledLinear(3, 2, weighting="linear"))
+    project_weights(counting, exclude="1")  # what is left out is no error
+    with pytest.raises(ArgumentError, match="types must be among"):
+        project_weights(counting, types="nothing")
 
 
 @pytest.mark.parametrize("weighting", ["linear", "joint", "separate"])

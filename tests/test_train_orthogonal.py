@@ -58,7 +58,7 @@ def gram(run: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(section, "SETTLE_EVERY", 4)
+    monkeypatch.setattr(section, "RETRACT_EVERY", 4)
     chosen = plan(*FORMS[form])
     whole = trainer(tmp_path / "whole", chosen)
     whole.fit()
@@ -70,7 +70,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(form, tmp_path, monkeyp
 
 @pytest.mark.parametrize("form", ["cayley", "newton", "gram-schmidt", "loewdin", "ogd", "s-opt", "blocks"])
 def test_angles_and_norms_of_neurons_stay(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(section, "SETTLE_EVERY", 5)
+    monkeypatch.setattr(section, "RETRACT_EVERY", 5)
     run = trainer(tmp_path / "run", plan(*FORMS[form], "evaluate.energy=true"))
     before = gram(run)
     run.fit()

@@ -270,7 +270,7 @@ def geodesic_distance(x: Tensor, y: Tensor, radius: float = 1.0, dim: int = -1) 
     return radius * angle(x, y, dim)
 
 
-def patch_energy(
+def patch_squared_norms(
     x: Tensor,
     kernel_size: int | Sequence[int],
     stride: int | Sequence[int] = 1,
@@ -298,7 +298,7 @@ def patch_energy(
         ``(N, groups, *output spatial)`` in float32 or wider.
 
     Example:
-        >>> patch_energy(torch.ones(1, 4, 3, 3), kernel_size=3)
+        >>> patch_squared_norms(torch.ones(1, 4, 3, 3), kernel_size=3)
         tensor([[[[36.]]]])
     """
     spatial = x.dim() - 2
@@ -370,7 +370,7 @@ def patch_norm(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    r"""Norm of every patch that a convolution with these settings would see: the root of :func:`patch_energy`.
+    r"""Norm of every patch that a convolution with these settings would see: the root of :func:`patch_squared_norms`.
 
     Args:
         x: ``(N, C, *spatial)`` with one, two or three spatial axes.
@@ -387,7 +387,7 @@ def patch_norm(
         >>> patch_norm(torch.ones(1, 4, 3, 3), kernel_size=3)
         tensor([[[[6.]]]])
     """
-    return safe_sqrt(patch_energy(x, kernel_size, stride, padding, dilation, groups))
+    return safe_sqrt(patch_squared_norms(x, kernel_size, stride, padding, dilation, groups))
 
 
 def uniform_directions(

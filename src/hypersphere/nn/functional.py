@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hypersphere.angular import Angular, Cosine
-from hypersphere.geometry import at_least_float32, full_precision, in_forward_mode, patch_energy, safe_sqrt, window_sums
+from hypersphere.geometry import (
+    at_least_float32,
+    full_precision,
+    in_forward_mode,
+    patch_squared_norms,
+    safe_sqrt,
+    window_sums,
+)
 from hypersphere.nn import fused
 from hypersphere.nn.operators import Operator, is_zero, measures_radius
 
@@ -111,15 +118,15 @@ def _composed(
     kernel_norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The response as torch's own operations, which autograd, export and function transforms see through."""
-    energy = _energy(x, window)
-    batch_mean = _batch_mean(energy, operator, sync) if mean is None and radius is not None else None
+    squared_norm = _squared_norms(x, window)
+    batch_mean = _batch_mean(squared_norm, operator, sync) if mean is None and radius is not None else None
     if batch_mean is not None:
         mean = batch_mean.detach() if measures_radius(operator) and operator.detach_mean else batch_mean
     products = at_least_float32(_product(x, directions, window))
-    groups, shape = energy.shape[1], _per_kernel(energy)
+    groups, shape = squared_norm.shape[1], _per_kernel(squared_norm)
     y = operator.response(
         _by_group(products, groups),
-        _by_group(energy, groups),
+        _by_group(squared_norm, groups),
         1.0 if radius is None else _scaled(radius, mean).view(shape),
         None if k is None else k.expand(products.shape[1]).view(shape),
         None if kernel_norms is None else kernel_norms.view(shape),
@@ -154,12 +161,12 @@ def _product(x: Tensor, weight: Tensor, window: Window | None) -> Tensor:
     )
 
 
-def _energy(x: Tensor, window: Window | None) -> Tensor:
+def _squared_norms(x: Tensor, window: Window | None) -> Tensor:
     """Squared norms of all patches, ``(N, groups, *output spatial)``."""
     if window is None:
         return at_least_float32(x).square().sum(1, keepdim=True)
     size = window.output_size(tuple(x.shape[2:])) if window.transposed else None
-    return patch_energy(
+    return patch_squared_norms(
         x, window.kernel, window.stride, window.padding, window.dilation, window.groups, output_size=size
     )
 
@@ -173,14 +180,14 @@ def _over_processes(mean: Tensor, sync: bool) -> Tensor:
     return all_reduce(mean) / dist.get_world_size()
 
 
-def _batch_mean(energy: Tensor, operator: Operator, sync: bool) -> Tensor | None:
+def _batch_mean(squared_norm: Tensor, operator: Operator, sync: bool) -> Tensor | None:
     """Mean norm of the patches of each group over a batch, ``(groups,)``; 1 for an empty batch."""
     if not measures_radius(operator):
         return None
-    if not energy.numel():
-        return _over_processes(energy.new_ones(energy.shape[1]), sync)
-    norms = (energy + operator.eps).sqrt() if operator.eps else safe_sqrt(energy)
-    return _over_processes(norms.mean((0, *range(2, energy.dim()))), sync)
+    if not squared_norm.numel():
+        return _over_processes(squared_norm.new_ones(squared_norm.shape[1]), sync)
+    norms = (squared_norm + operator.eps).sqrt() if operator.eps else safe_sqrt(squared_norm)
+    return _over_processes(norms.mean((0, *range(2, squared_norm.dim()))), sync)
 
 
 def _by_group(maps: Tensor, groups: int) -> Tensor:
@@ -192,9 +199,9 @@ def _by_group(maps: Tensor, groups: int) -> Tensor:
     return maps if groups == 1 else maps.unflatten(1, (groups, -1))
 
 
-def _per_kernel(energy: Tensor) -> tuple[int, ...]:
+def _per_kernel(squared_norm: Tensor) -> tuple[int, ...]:
     """Shape in which one number a kernel broadcasts to maps :func:`_by_group`."""
-    groups, after = energy.shape[1], (1,) * (energy.dim() - 2)
+    groups, after = squared_norm.shape[1], (1,) * (squared_norm.dim() - 2)
     return (-1, *after) if groups == 1 else (groups, -1, *after)
 
 
@@ -222,14 +229,14 @@ class _Decoupled(torch.autograd.Function):
         sync: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernels = fused.usable(x, directions.shape[0], operator, window)
-        energy = fused.energy(x, window) if kernels else _energy(x, window)
-        batch_mean = _batch_mean(energy, operator, sync) if mean is None and radius is not None else None
+        squared_norm = fused.squared_norm(x, window) if kernels else _squared_norms(x, window)
+        batch_mean = _batch_mean(squared_norm, operator, sync) if mean is None and radius is not None else None
         scaled = None if radius is None else _scaled(radius, mean if batch_mean is None else batch_mean)
         products = _product(x, directions, window)
         if kernels:
-            y = fused.respond(products, energy, scaled, k, operator)
+            y = fused.respond(products, squared_norm, scaled, k, operator)
         else:
-            groups, shape = energy.shape[1], _per_kernel(energy)
+            groups, shape = squared_norm.shape[1], _per_kernel(squared_norm)
             scaled_view = 1.0 if scaled is None else scaled.view(shape)
             k_view = None if k is None else k.expand(products.shape[1]).view(shape)
             # No view: it may be changed in place. And torch.compile keeps what was copied; else it would keep the
@@ -237,25 +244,28 @@ class _Decoupled(torch.autograd.Function):
             y = torch.empty_like(products)
             for s in _slices(products):
                 part = operator.response(
-                    at_least_float32(_by_group(products[s], groups)), _by_group(energy[s], groups), scaled_view, k_view
+                    at_least_float32(_by_group(products[s], groups)),
+                    _by_group(squared_norm[s], groups),
+                    scaled_view,
+                    k_view,
                 )
                 y[s].copy_(part.reshape(y[s].shape))
-        return y, energy, energy.new_empty(0) if batch_mean is None else batch_mean
+        return y, squared_norm, squared_norm.new_empty(0) if batch_mean is None else batch_mean
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         x, directions, radius, mean, k, operator, window, sync = inputs
-        y, energy, batch_mean = output
+        y, squared_norm, batch_mean = output
         ctx.operator, ctx.window, ctx.sync = operator, window, sync
-        ctx.mark_non_differentiable(energy, batch_mean)
+        ctx.mark_non_differentiable(squared_norm, batch_mean)
         ctx.set_materialize_grads(False)
         ctx.saved_output = _saves_output(y)
         if ctx.saved_output:
-            ctx.save_for_backward(x, directions, radius, mean, k, energy, batch_mean, y)
+            ctx.save_for_backward(x, directions, radius, mean, k, squared_norm, batch_mean, y)
         else:
             # Saved like the others, the output could not be changed in place, as an nn.ReLU(inplace=True) wants to.
             ctx.output, ctx.version = y.detach(), y._version
-            ctx.save_for_backward(x, directions, radius, mean, k, energy, batch_mean)
+            ctx.save_for_backward(x, directions, radius, mean, k, squared_norm, batch_mean)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -263,7 +273,7 @@ class _Decoupled(torch.autograd.Function):
         if grads[0] is None:
             return (None,) * 8
         saved = ctx.saved_tensors  # once: a checkpoint computes them anew each time
-        x, directions, radius, mean, k, energy, batch_mean = saved[:7]
+        x, directions, radius, mean, k, squared_norm, batch_mean = saved[:7]
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # a derivative of this one is wanted
             inputs = (x, directions, radius, mean, k)
             return *_differentiable_gradients(inputs, operator, window, ctx.sync, grads[0]), None, None, None
@@ -280,17 +290,17 @@ class _Decoupled(torch.autograd.Function):
             scaled = None if radius is None else _scaled(radius, batch_mean if from_batch else mean)
             kernels = fused.usable(x, directions.shape[0], operator, window)
             respond = fused.respond_backward if kernels else _respond_backward
-            d_products, d_energy, d_scaled, d_k = respond(grads[0], y, energy, scaled, k, operator)
+            d_products, d_squared_norm, d_scaled, d_k = respond(grads[0], y, squared_norm, scaled, k, operator)
             d_radius = d_norms = None
             if radius is not None and scaled is not None and d_scaled is not None:
                 d_radius = d_scaled * scaled / radius
                 if from_batch and not operator.detach_mean:
                     d_mean = _over_processes((d_scaled * radius).unflatten(0, (len(batch_mean), -1)).sum(1), ctx.sync)
-                    d_norms = d_mean / max(energy.numel() // energy.shape[1], 1)
+                    d_norms = d_mean / max(squared_norm.numel() // squared_norm.shape[1], 1)
             d_x, d_directions = _product_backward(d_products, x, directions, window, ctx.needs_input_grad[:2])
             if d_x is not None:
-                add = fused.add_energy_gradient if kernels else _add_energy_gradient
-                d_x = add(d_x, x, d_energy, window, energy, d_norms, operator.eps)
+                add = fused.add_norm_gradient if kernels else _add_norm_gradient
+                d_x = add(d_x, x, d_squared_norm, window, squared_norm, d_norms, operator.eps)
         return d_x, d_directions, d_radius, None, d_k, None, None, None
 
 
@@ -328,31 +338,31 @@ def _slices(maps: Tensor) -> list[slice]:
 
 
 def _respond_backward(
-    d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+    d_y: Tensor, y: Tensor, squared_norm: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
-    parts = [_respond_backward_part(d_y[s], y[s], energy[s], radius, k, operator) for s in _slices(y)]
+    parts = [_respond_backward_part(d_y[s], y[s], squared_norm[s], radius, k, operator) for s in _slices(y)]
     if len(parts) == 1:
         return parts[0]
-    d_products, d_energy, d_radius, d_k = zip(*parts, strict=True)
+    d_products, d_squared_norm, d_radius, d_k = zip(*parts, strict=True)
     return (
         torch.cat(d_products),
-        torch.cat(d_energy),
+        torch.cat(d_squared_norm),
         None if radius is None else torch.stack(d_radius).sum(0),
         None if k is None else torch.stack(d_k).sum(0),
     )
 
 
 def _respond_backward_part(
-    d_y: Tensor, y: Tensor, energy: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+    d_y: Tensor, y: Tensor, squared_norm: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The same for some samples."""
     g: Any = operator.g
-    groups, shape = energy.shape[1], _per_kernel(energy)
-    kernel_axis, place_axes = 1 - energy.dim(), [0, *range(2 - energy.dim(), 0)]  # of maps by group
+    groups, shape = squared_norm.shape[1], _per_kernel(squared_norm)
+    kernel_axis, place_axes = 1 - squared_norm.dim(), [0, *range(2 - squared_norm.dim(), 0)]  # of maps by group
     own_k = () if k is None else (k.expand(y.shape[1]).view(shape),)
     scaled: Any = 1.0 if radius is None else radius.view(shape)
-    squared = _by_group(energy, groups)
+    squared = _by_group(squared_norm, groups)
     t, inverse = operator.norms(squared)
     upstream, value = (at_least_float32(_by_group(part, groups)) for part in (d_y, y))
     h = operator.magnitude(t, scaled)
@@ -382,7 +392,7 @@ def _respond_backward_part(
             d_radius = (upstream * operator.radius_slope(t, scaled) * value).sum(place_axes).flatten()
         if k is not None:
             d_k = (upstream * h * g.k_slope_at(value, *own_k)).sum(place_axes).flatten().sum_to_size(k.shape)
-    return d_products.reshape(y.shape), (d_norm * (inverse / 2)).reshape(energy.shape), d_radius, d_k
+    return d_products.reshape(y.shape), (d_norm * (inverse / 2)).reshape(squared_norm.shape), d_radius, d_k
 
 
 def _product_backward(
@@ -407,12 +417,12 @@ def _product_backward(
     return d_x, d_weight
 
 
-def _add_energy_gradient(
+def _add_norm_gradient(
     d_x: Tensor,
     x: Tensor,
-    d_energy: Tensor,
+    d_squared_norm: Tensor,
     window: Window | None,
-    energy: Tensor,
+    squared_norm: Tensor,
     d_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
@@ -421,16 +431,18 @@ def _add_energy_gradient(
     ``d_norms`` is the gradient of every patch norm of a group through their mean, ``(groups,)``.
     """
     if d_norms is not None:
-        inverse = torch.where(is_zero(energy), 1.0, energy + eps).rsqrt()  # where x is 0 this does not count
-        d_energy = d_energy + (d_norms / 2).view(-1, *(1,) * (energy.dim() - 2)) * inverse
+        inverse = torch.where(
+            is_zero(squared_norm), 1.0, squared_norm + eps
+        ).rsqrt()  # where x is 0 this does not count
+        d_squared_norm = d_squared_norm + (d_norms / 2).view(-1, *(1,) * (squared_norm.dim() - 2)) * inverse
     if window is not None:
         if window.transposed:
             visible: Any = (..., *(slice(n) for n in x.shape[2:]))
-            d_energy = window_sums(d_energy, window.axes())[visible]
+            d_squared_norm = window_sums(d_squared_norm, window.axes())[visible]
         else:
-            d_energy = window_sums(d_energy, window.axes(), x.shape[2:])
-    share = _by_group(d_energy, d_energy.shape[1])
-    grouped_x, grouped_d_x = (_by_group(part, d_energy.shape[1]) for part in (x, d_x))
-    if x.dtype == d_energy.dtype:
+            d_squared_norm = window_sums(d_squared_norm, window.axes(), x.shape[2:])
+    share = _by_group(d_squared_norm, d_squared_norm.shape[1])
+    grouped_x, grouped_d_x = (_by_group(part, d_squared_norm.shape[1]) for part in (x, d_x))
+    if x.dtype == d_squared_norm.dtype:
         return torch.addcmul(grouped_d_x, grouped_x, share, value=2).reshape(x.shape)
     return (grouped_d_x + (2 * at_least_float32(grouped_x) * share).to(x.dtype)).reshape(x.shape)

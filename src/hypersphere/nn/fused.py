@@ -86,21 +86,23 @@ def usable_for_kernels(weight: Tensor, operator: Operator) -> bool:
     )
 
 
-def energy(x: Tensor, window: Window | None) -> Tensor:
+def squared_norm(x: Tensor, window: Window | None) -> Tensor:
     """Squared norms of all patches, ``(N, 1, *output spatial)`` in float32."""
     if window is None:
-        return _energy(x, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1])
+        return _squared_norms(x, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1])
     size = window.output_size(tuple(x.shape[2:]))
     flat = len(window.kernel) == 1
     two = [[1, *v] if flat else list(v) for v in (window.kernel, window.stride, window.dilation, size)]
     padding = [0, *window.padding] if flat else list(window.padding)
-    return _energy(x, two[0], two[1], padding, two[2], two[3]).view(x.shape[0], 1, *size)
+    return _squared_norms(x, two[0], two[1], padding, two[2], two[3]).view(x.shape[0], 1, *size)
 
 
-def respond(products: Tensor, energies: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator) -> Tensor:
+def respond(
+    products: Tensor, squared_norms: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+) -> Tensor:
     """The response, written over ``products``."""
     products = _dense(products)
-    _respond(products, energies, radius, k, *_constants(operator))
+    _respond(products, squared_norms, radius, k, *_constants(operator))
     return products
 
 
@@ -150,47 +152,53 @@ class _Direction(torch.autograd.Function):
 
 
 def respond_backward(
-    d_y: Tensor, y: Tensor, energies: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
+    d_y: Tensor, y: Tensor, squared_norms: Tensor, radius: Tensor | None, k: Tensor | None, operator: Operator
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the products, the squared norms, the effective radius and k, from the output alone."""
     y = _dense(y)
     d_y = d_y.to(y.dtype).contiguous(memory_format=_format(y))
-    d_products, d_energy, d_radius, d_k = _respond_backward(d_y, y, energies, radius, k, *_constants(operator))
+    d_products, d_squared_norm, d_radius, d_k = _respond_backward(
+        d_y, y, squared_norms, radius, k, *_constants(operator)
+    )
     return (
         d_products,
-        d_energy,
+        d_squared_norm,
         None if radius is None else d_radius,
         None if k is None else d_k.sum_to_size(k.shape),
     )
 
 
-def add_energy_gradient(
+def add_norm_gradient(
     d_x: Tensor,
     x: Tensor,
-    d_energy: Tensor,
+    d_squared_norm: Tensor,
     window: Window | None,
-    energies: Tensor | None = None,
+    squared_norms: Tensor | None = None,
     d_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """``d_x`` plus what reaches ``x`` through the squared norms of its patches, written over ``d_x``.
 
-    ``d_norms``, one number, is the gradient of every patch norm through their mean, on top of ``d_energy``.
+    ``d_norms``, one number, is the gradient of every patch norm through their mean, on top of ``d_squared_norm``.
     """
     d_x = _dense(d_x)
     x = x.contiguous(memory_format=_format(d_x))
-    mean = (d_energy if energies is None else energies, d_energy if d_norms is None else d_norms, eps)
+    mean = (
+        d_squared_norm if squared_norms is None else squared_norms,
+        d_squared_norm if d_norms is None else d_norms,
+        eps,
+    )
     with_mean = d_norms is not None
     if window is None:
-        _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
+        _add_norm_gradient(d_x, x, d_squared_norm, *mean, with_mean, [1, 1], [1, 1], [0, 0], [1, 1], [1, 1], [1, 1])
         return d_x
     flat = len(window.kernel) == 1
-    values = (window.kernel, window.stride, window.padding, window.dilation, x.shape[2:], d_energy.shape[2:])
+    values = (window.kernel, window.stride, window.padding, window.dilation, x.shape[2:], d_squared_norm.shape[2:])
     kernel, stride, padding, dilation, size, out = [[*v] for v in values]
     if flat:
         kernel, stride, padding, dilation = [1, *kernel], [1, *stride], [0, *padding], [1, *dilation]
         size, out = [1, *size], [1, *out]
-    _add_energy_gradient(d_x, x, d_energy, *mean, with_mean, kernel, stride, padding, dilation, size, out)
+    _add_norm_gradient(d_x, x, d_squared_norm, *mean, with_mean, kernel, stride, padding, dilation, size, out)
     return d_x
 
 
@@ -357,7 +365,7 @@ if triton is not None:
     @triton.jit
     def _respond_kernel(
         z,
-        energies,
+        squared_norms,
         radius,
         k,
         count,
@@ -379,7 +387,7 @@ if triton is not None:
         inside = (rows < count)[:, None] & (columns < channels)[None, :]
         at = _offsets(rows, columns, places, channels, LAST)
         products = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-        e = tl.load(energies + rows, mask=rows < count, other=0.0)
+        e = tl.load(squared_norms + rows, mask=rows < count, other=0.0)
         zero = e <= 1.1754943508222875e-38
         t = tl.sqrt(tl.where(zero, 1.0, e + eps))[:, None]
         inverse = tl.where(zero, 0.0, 1.0)[:, None] / t
@@ -397,11 +405,11 @@ if triton is not None:
     def _respond_backward_kernel(
         d_y,
         y,
-        energies,
+        squared_norms,
         radius,
         k,
         d_z,
-        d_energies,
+        d_squared_norms,
         d_radius,
         d_k,
         count,
@@ -437,7 +445,7 @@ if triton is not None:
             at = _offsets(rows, columns, places, channels, LAST)
             value = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
             upstream = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
-            e = tl.load(energies + rows, mask=rows < count, other=0.0)
+            e = tl.load(squared_norms + rows, mask=rows < count, other=0.0)
             zero = (e <= 1.1754943508222875e-38)[:, None]
             t = tl.sqrt(tl.where(zero, 1.0, e[:, None] + eps))
             upstream = tl.where(zero, 0.0, upstream)
@@ -448,7 +456,7 @@ if triton is not None:
             d = upstream * (h * inverse_t) * slope
             tl.store(d_z + at, d.to(d_z.dtype.element_ty), mask=inside)
             d_e = tl.sum(upstream * by_t * g - d * c, axis=1)[:, None] * (0.5 * inverse_t)
-            tl.store(d_energies + rows, tl.sum(d_e, axis=1), mask=rows < count)
+            tl.store(d_squared_norms + rows, tl.sum(d_e, axis=1), mask=rows < count)
             if MAGNITUDE >= 4:
                 sum_radius += upstream * by_radius * g
             if K_STEP >= 0:
@@ -462,8 +470,8 @@ if triton is not None:
     def _add_kernel(
         d_x,
         x,
-        d_energies,
-        energies,
+        d_squared_norms,
+        squared_norms,
         d_norms,
         eps,
         count,
@@ -500,9 +508,9 @@ if triton is not None:
             i, j = i // SH, j // SW
             reached = reached & (i < OH) & (j < OW)
             at = (image * OH + i) * OW + j
-            total += tl.load(d_energies + at, mask=reached, other=0.0)
+            total += tl.load(d_squared_norms + at, mask=reached, other=0.0)
             if MEAN:
-                e = tl.load(energies + at, mask=reached, other=0.0)
+                e = tl.load(squared_norms + at, mask=reached, other=0.0)
                 total += tl.where(e <= 1.1754943508222875e-38, 0.0, norm * tl.rsqrt(e + eps))
         inside = (rows < count)[:, None] & (columns < channels)[None, :]
         at = _offsets(rows, columns, places, channels, LAST)
@@ -520,8 +528,8 @@ if triton is not None:
             at = first + tl.arange(0, BLOCK)
             values = tl.load(w + start + at, mask=at < size, other=0.0).to(tl.float32)
             total += values * values
-        energy = tl.sum(total, axis=0) + eps
-        scale = tl.where(energy <= 1.1754943508222875e-38, 0.0, 1 / tl.sqrt(energy))
+        squared_norm = tl.sum(total, axis=0) + eps
+        scale = tl.where(squared_norm <= 1.1754943508222875e-38, 0.0, 1 / tl.sqrt(squared_norm))
         tl.store(inverse + kernel, scale)
         for first in range(0, size, BLOCK):
             at = first + tl.arange(0, BLOCK)
@@ -552,7 +560,7 @@ if triton is not None:
     def _warps(rows: int, width: int) -> int:
         return 8 if rows * width > 4096 else 4
 
-    def _energy(
+    def _squared_norms(
         x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], size: list[int]
     ) -> Tensor:
         x = _dense(x)
@@ -573,7 +581,7 @@ if triton is not None:
 
     def _respond(
         z: Tensor,
-        energies: Tensor,
+        squared_norms: Tensor,
         radius: Tensor | None,
         k: Tensor | None,
         magnitude: int,
@@ -588,7 +596,7 @@ if triton is not None:
         step = -1 if k is None else int(k.numel() > 1)
         _respond_kernel[(_ceil(count, rows),)](
             z,
-            energies,
+            squared_norms,
             z if radius is None else radius,
             z if k is None else k,
             count,
@@ -610,7 +618,7 @@ if triton is not None:
     def _respond_backward(
         d_y: Tensor,
         y: Tensor,
-        energies: Tensor,
+        squared_norms: Tensor,
         radius: Tensor | None,
         k: Tensor | None,
         magnitude: int,
@@ -626,17 +634,17 @@ if triton is not None:
         sums = radius is not None or k is not None
         tiles_each = _ceil(tiles, PROGRAMS) if sums else 1
         programs = _ceil(tiles, tiles_each)
-        d_z, d_energies = torch.empty_like(y), torch.empty_like(energies)
-        d_radius = energies.new_empty((programs if radius is not None else 0, channels))
-        d_k = energies.new_empty((programs if k is not None else 0, channels))
+        d_z, d_squared_norms = torch.empty_like(y), torch.empty_like(squared_norms)
+        d_radius = squared_norms.new_empty((programs if radius is not None else 0, channels))
+        d_k = squared_norms.new_empty((programs if k is not None else 0, channels))
         _respond_backward_kernel[(programs,)](
             d_y,
             y,
-            energies,
+            squared_norms,
             y if radius is None else radius,
             y if k is None else k,
             d_z,
-            d_energies,
+            d_squared_norms,
             d_radius,
             d_k,
             count,
@@ -655,13 +663,13 @@ if triton is not None:
             WIDTH=width,
             num_warps=_warps(rows, width),
         )
-        return d_z, d_energies, d_radius.sum(0), d_k.sum(0)
+        return d_z, d_squared_norms, d_radius.sum(0), d_k.sum(0)
 
-    def _add_energy_gradient(
+    def _add_norm_gradient(
         d_x: Tensor,
         x: Tensor,
-        d_energies: Tensor,
-        energies: Tensor,
+        d_squared_norms: Tensor,
+        squared_norms: Tensor,
         d_norms: Tensor,
         eps: float,
         with_mean: bool,
@@ -677,8 +685,8 @@ if triton is not None:
         _add_kernel[(_ceil(count, rows),)](
             d_x,
             x,
-            d_energies,
-            energies,
+            d_squared_norms,
+            squared_norms,
             d_norms,
             eps,
             count,

@@ -52,9 +52,9 @@ def measures_radius(operator: Operator) -> TypeGuard[RadiusOperator]:
     return isinstance(operator, RadiusOperator) and operator.mean_norm
 
 
-def is_zero(energy: Tensor) -> Tensor:
+def is_zero(squared_norm: Tensor) -> Tensor:
     """Whether a squared norm counts as that of the zero vector (see :mod:`hypersphere.geometry`)."""
-    return energy <= torch.finfo(energy.dtype).tiny
+    return squared_norm <= torch.finfo(squared_norm.dtype).tiny
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class Operator:
             >>> Tanh(eps=0.0).phi(torch.tensor([3.0, 4.0]))
             tensor([0.5999, 0.7999])
         """
-        energy = at_least_float32(x).square().sum(-1, keepdim=True)
-        t, inverse = self.norms(energy)
+        squared_norm = at_least_float32(x).square().sum(-1, keepdim=True)
+        t, inverse = self.norms(squared_norm)
         return self.magnitude(t, radius) * x * inverse
 
     # ----------------------------------------------------------------------------------- response
@@ -205,9 +205,9 @@ class Operator:
         Returns:
             The shape of ``w``, and the same with length 1 along ``dims``.
         """
-        energy = w.square().sum(dims, keepdim=True) + self.eps
-        zero = is_zero(energy)
-        norms = torch.where(zero, 1.0, energy).sqrt()
+        squared_norm = w.square().sum(dims, keepdim=True) + self.eps
+        zero = is_zero(squared_norm)
+        norms = torch.where(zero, 1.0, squared_norm).sqrt()
         inverse = torch.where(zero, 0.0, 1 / norms)
         if self.weighted_gradients:
             w = _ScaledGradient.apply(w, norms.detach())
@@ -217,7 +217,7 @@ class Operator:
     def response(
         self,
         products: Tensor,
-        energy: Tensor,
+        squared_norm: Tensor,
         radius: Tensor | float = 1.0,
         k: Tensor | None = None,
         kernel_norms: Tensor | None = None,
@@ -227,7 +227,7 @@ class Operator:
 
         Args:
             products: Any shape, float32 or wider.
-            energy: Squared norms of the patches, which broadcast to ``products``.
+            squared_norm: Squared norms of the patches, which broadcast to ``products``.
             radius: Radius R, broadcastable.
             k: Steepness of the sigmoid in place of the own one, broadcastable.
             kernel_norms: Norms of the kernels, for a ``weighting`` other than ``"none"``; broadcastable.
@@ -236,7 +236,7 @@ class Operator:
         Returns:
             The shape of ``products``.
         """
-        t, inverse = self.norms(energy)
+        t, inverse = self.norms(squared_norm)
         if self.weighting == "none" or kernel_norms is None:
             h = self.magnitude(t, radius)
         elif self.weighting == "linear":
@@ -249,13 +249,13 @@ class Operator:
         if type(self.angular) is Cosine:  # one pass over the products, not three
             return products * (h * inverse)
         # In this order the result has the memory format of the products.
-        return self.angle_value(products * inverse, k) * torch.where(is_zero(energy), 0.0, h)
+        return self.angle_value(products * inverse, k) * torch.where(is_zero(squared_norm), 0.0, h)
 
-    def norms(self, energy: Tensor) -> tuple[Tensor, Tensor]:
+    def norms(self, squared_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
-        zero, squared = is_zero(energy), energy + self.eps
+        zero, squared = is_zero(squared_norm), squared_norm + self.eps
         # A larger eps keeps it above 0 by itself, and compiled layers need fewer passes without this.
-        if self.eps <= torch.finfo(energy.dtype).tiny:
+        if self.eps <= torch.finfo(squared_norm.dtype).tiny:
             squared = torch.where(zero, 1.0, squared)
         t = squared.sqrt()
         return t, torch.where(zero, 0.0, 1 / t)

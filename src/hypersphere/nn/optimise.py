@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from hypersphere import selection
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32
-from hypersphere.nn.functional import Window, _energy, _scaled
+from hypersphere.nn.functional import Window, _scaled, _squared_norms
 from hypersphere.nn.modules import Decoupled
 from hypersphere.nn.operators import is_zero
 from hypersphere.nn.operators import operator as create_operator
+from hypersphere.selection import Choice, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,7 +29,18 @@ def decoupled_layers(model: nn.Module) -> Iterator[tuple[str, Decoupled]]:
 
 
 @torch.no_grad()
-def project_weights(model: nn.Module, s: float = 1.0, eps: float = 0.0, *, skip_weighted: bool = False) -> None:
+def project_weights(
+    model: nn.Module,
+    s: float = 1.0,
+    eps: float = 0.0,
+    *,
+    types: Types | None = None,
+    include: Choice | None = None,
+    exclude: Choice | None = None,
+    skip: str | Iterable[str] | None = (),
+    output: Output = "auto",
+    skip_weighted: bool = False,
+) -> None:
     r"""Set the norm of every kernel of the decoupled layers to ``s``; call it after ``optimizer.step()``.
 
     .. math:: w \leftarrow s\, w / \sqrt{\|w\|^2 + \epsilon}
@@ -40,6 +53,12 @@ def project_weights(model: nn.Module, s: float = 1.0, eps: float = 0.0, *, skip_
         model: The model.
         s: Norm of the kernels.
         eps: What is added to the squared norm; a kernel of zeros stays zero in any case.
+        types: Classes of layers, or patterns of their names; this and the next four choose as those of :func:`convert`
+            do, by default all decoupled layers.
+        include: Which layers: patterns of their names in the model, or a function of name and layer.
+        exclude: Which not, in the same way.
+        skip: Places to leave alone: ``"first"``, ``"output"``, ``"shortcut"``.
+        output: The output layer: its name, the module, ``None``, or ``"auto"``.
         skip_weighted: Leave layers alone whose kernel norm counts, by their ``weighting`` or because another module
             shares the weight; otherwise they are an error.
 
@@ -58,14 +77,19 @@ def project_weights(model: nn.Module, s: float = 1.0, eps: float = 0.0, *, skip_
     check_range("eps", eps, 0)
     others = (m for m in model.modules() if not (isinstance(m, Decoupled) and m.operator.weighting == "none"))
     shared = {id(parameter) for module in others for parameter in module._parameters.values() if parameter is not None}
-    chosen = [layer for name, layer in decoupled_layers(model) if _projectable(name, layer, shared, skip_weighted)]
+    named = list(decoupled_layers(model))
+    if types is not None or include is not None or exclude is not None or skip:
+        rows = selection.select(model, types=types, include=include, exclude=exclude, skip=skip, output=output)
+        wanted = {row.module for row in rows if row.chosen}
+        named = [(name, layer) for name, layer in named if layer in wanted]
+    chosen = [layer for name, layer in named if _projectable(name, layer, shared, skip_weighted)]
     plain = [layer for layer in chosen if not parametrize.is_parametrized(layer, "weight")]
     if plain:
         torch._foreach_copy_([layer.weight for layer in plain], [_projected(layer, s, eps) for layer in plain])
     for layer in chosen:
         if parametrize.is_parametrized(layer, "weight"):
             layer.weight = _projected(layer, s, eps)  # its parametrisation takes the value apart
-    for _, layer in decoupled_layers(model):
+    for _, layer in named:
         if layer.operator.k_param == "project" and layer.k_raw is not None:
             layer.k_raw.clamp_(min=layer.operator.K_MIN)
 
@@ -91,8 +115,8 @@ def _projected(layer: Decoupled, s: float, eps: float) -> Tensor:
     """The weight with kernels of norm ``s``, in its own layout and type."""
     weight = layer.weight
     kernels = layer._by_kernel(at_least_float32(weight))
-    energy = kernels.square().sum(tuple(range(2, kernels.dim())), keepdim=True) + eps
-    factors = torch.where(energy > 0, s * energy.rsqrt(), 0.0)
+    squared_norm = kernels.square().sum(tuple(range(2, kernels.dim())), keepdim=True) + eps
+    factors = torch.where(squared_norm > 0, s * squared_norm.rsqrt(), 0.0)
     return layer._by_layout(kernels * factors).to(weight.dtype)
 
 
@@ -202,13 +226,17 @@ def saturation(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         respond = layer._respond
 
         def measure(x: Tensor, window: Window | None) -> Tensor:
-            energy = _energy(x, window)
-            radius, zero = _scaled(layer.radius, layer._mean_norm()), is_zero(energy)
+            squared_norm = _squared_norms(x, window)
+            radius, zero = _scaled(layer.radius, layer._mean_norm()), is_zero(squared_norm)
             if layer.operator.weighting == "joint":  # which compares the product of both norms
                 radius = radius / layer._directions(layer.weight, x.dtype)[1]
             # No comparison of every patch with every kernel: the patches are sorted.
             norms = (
-                torch.where(zero, -1.0, (energy + layer.operator.eps).sqrt()).transpose(0, 1).flatten(1).sort().values
+                torch.where(zero, -1.0, (squared_norm + layer.operator.eps).sqrt())
+                .transpose(0, 1)
+                .flatten(1)
+                .sort()
+                .values
             )
             within = torch.searchsorted(norms, radius.view(len(norms), -1).to(norms.dtype), right=True)
             patches = (~zero).transpose(0, 1).flatten(1).sum(1, keepdim=True)
