@@ -794,13 +794,6 @@ class TestEdges:
         more = torch.cat([rows, torch.zeros(2, 20)]).double()
         torch.testing.assert_close(E.create(name, **SMALL[name])(more), first)
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_autocast_changes_nothing(self, name):
-        rows = torch.randn(5, 20)
-        first = E.create(name, **SMALL[name])(rows)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert E.create(name, **SMALL[name])(rows) == first
-
     def test_options_are_checked(self):
         for name, options, message in (
             ("rp-comhe", {"dim": 3}, r"dim must be greater than s \+ 1 = 3"),

@@ -228,9 +228,9 @@ def test_srip_finds_the_spectral_norm(seed, n, d):
 # Symmetries, gradients, optima.
 
 
-@pytest.mark.parametrize("name", ANGLES_ONLY)
+@pytest.mark.parametrize("name", ["mhp", "mhc"])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_symmetries(name, seed):
+def test_symmetries_with_the_pole_that_turns_along(name, seed):
     x = draw(seed, 5, 4)
     turn = torch.tensor(scipy.stats.ortho_group.rvs(4, random_state=seed))
     module = create(name).eval()
@@ -238,8 +238,7 @@ def test_symmetries(name, seed):
     lengths = 10 ** draw(seed + 1, 5, 1)
     for same in (x * lengths, x[torch.randperm(5)]):
         assert module(same).item() == pytest.approx(value, rel=1e-8, abs=1e-8)
-    if name in ("mhp", "mhc"):
-        module.get_buffer("pole ")[0] @= turn
+    module.get_buffer("pole ")[0] @= turn
     assert module(x @ turn).item() == pytest.approx(value, rel=1e-8, abs=1e-8)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ def paths(name: str) -> tuple[dict[str, Any], ...]:
     return ({"path": "dense"}, {"path": "chunked"}) if takes(name, "path") else ({},)
 
 
+def every(name: str, classes: int = C) -> list[Any]:
+    """The members on every path and with every gradient that they take."""
+    gradients = ("exact", "cgd", "caffe") if takes(name, "gradient") else ("exact",)
+    return [
+        head
+        for path in paths(name)
+        for gradient in gradients
+        for head in members(name, classes, gradient=gradient, **path)
+    ]
+
+
 def features(batch: int = 6, seed: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
     """Features that are the same every time."""
     return numeric.draw(batch, D, seed=seed, dtype=dtype)
@@ -90,7 +102,7 @@ def of_classes(check: Check) -> Check:
 @of_classes
 def is_finite_at_the_edges(name: str) -> None:
     """On the class, opposite to it, zero, tiny, long, equal, single, none: value and gradients are finite."""
-    for head in members(name):
+    for head in every(name):
         x = features(dtype=torch.float32)
         cases = {
             "on the class": rows(head)[Y],
@@ -110,7 +122,7 @@ def is_finite_at_the_edges(name: str) -> None:
                 numeric.finite([loss, *grads(head, loss, leaf).values()], f"{case} features")
                 assert case != "no" or loss == 0, f"the loss of no samples is {loss}"
         with torch.no_grad():
-            head.weight[0] = 0
+            head.weight.view(C, -1, D)[0] = 0
         leaf = x.clone().requires_grad_()
         loss = head(leaf, Y)
         numeric.finite([loss, *grads(head, loss, leaf).values()], "with a zero weight")
@@ -119,7 +131,7 @@ def is_finite_at_the_edges(name: str) -> None:
 @of_classes
 def one_class_costs_nothing_to_get_right(name: str) -> None:
     """With one class there is nothing to mistake: finite, and 0 where the loss is a cross-entropy."""
-    for head in members(name, classes=1):
+    for head in every(name, classes=1):
         x = features(dtype=torch.float32).requires_grad_()
         loss = head(x, torch.zeros_like(Y))
         numeric.finite([loss, *grads(head, loss, x).values()], "with one class")
@@ -279,22 +291,27 @@ def chunks_are_the_whole(name: str) -> None:
 @of_classes
 def reductions_agree(name: str) -> None:
     """Sum and mean are those of the losses of the samples, of which ignored ones count for nothing."""
-    single, mean, total = (build(name, reduction=kind).double().eval() for kind in ("none", "mean", "sum"))
-    x = features()
-    each = single(x, Y)
-    if each.shape == (6,) and CONTRACT.fact(name, "single", True):
-        numeric.close(total(x, Y), each.sum(), 1e-9, "the sum")
-        numeric.close(mean(x, Y), each.mean(), 1e-9, "the mean")
-    without = torch.tensor([-100, 4, 2, -100, 1, 3])
-    numeric.close(mean(x, without), mean(x[[1, 2, 4, 5]], Y[[1, 2, 4, 5]]), 1e-9, "the mean without ignored samples")
+    x, without = features(), torch.tensor([-100, 4, 2, -100, 1, 3])
+    for options in paths(name):
+        single, mean, total = (
+            build(name, reduction=kind, **options).double().eval() for kind in ("none", "mean", "sum")
+        )
+        each = single(x, Y)
+        if each.shape == (6,) and CONTRACT.fact(name, "single", True):
+            numeric.close(total(x, Y), each.sum(), 1e-9, "the sum")
+            numeric.close(mean(x, Y), each.mean(), 1e-9, "the mean")
+        wanted = mean(x[[1, 2, 4, 5]], Y[[1, 2, 4, 5]])
+        numeric.close(mean(x, without), wanted, 1e-9, "the mean without ignored samples")
 
 
 @of_classes
 def is_computed_in_full_precision(name: str) -> None:
     """Half precision is that of parameters and features alone, and autocast changes nothing."""
     for options in paths(name):
-        for dtype in numeric.LOW:
-            low, wide = build(name, **options).to(dtype), build(name, **options)
+        for dtype, (low, wide) in product(
+            numeric.LOW, zip(members(name, **options), members(name, **options), strict=True)
+        ):
+            low, wide = copy.deepcopy(low).to(dtype), copy.deepcopy(wide)
             wide.load_state_dict({key: value.float() for key, value in low.state_dict().items()})
             x = features(dtype=dtype).requires_grad_()
             loss = low(x, Y)
@@ -314,19 +331,29 @@ def is_computed_in_full_precision(name: str) -> None:
 
 
 @of_classes
+def any_layout_will_do(name: str) -> None:
+    """Features that are not contiguous give the same."""
+    x = features(dtype=torch.float32)
+    strided = x.repeat_interleave(2, 0).mT.contiguous().mT[::2]
+    assert not strided.is_contiguous()
+    for options in paths(name):
+        numeric.close(build(name, **options)(strided, Y), build(name, **options)(x, Y), 1e-6, "of strided features")
+
+
+@of_classes
 def copies_go_on_alike(name: str) -> None:
     """Copied, pickled and loaded heads go on with the same losses in training."""
-    head = build(name)
     x = features(dtype=torch.float32)
-    head(x, Y)
-    loaded = build(name)
-    loaded.load_state_dict(head.state_dict())
-    others = [copy.deepcopy(head), pickle.loads(pickle.dumps(head)), loaded]
-    for _ in range(2):
-        wanted = head(x, Y)
-        for other in others:
-            assert torch.equal(other(x, Y), wanted), "a copy goes on with another loss"
-    common.same_state(others[0], head)
+    for options in paths(name):
+        for head, loaded in zip(members(name, **options), members(name, **options), strict=True):
+            head(x, Y)
+            loaded.load_state_dict(head.state_dict())
+            others = [copy.deepcopy(head), pickle.loads(pickle.dumps(head)), loaded]
+            for _ in range(2):
+                wanted = head(x, Y)
+                for other in others:
+                    assert torch.equal(other(x, Y), wanted), "a copy goes on with another loss"
+            common.same_state(others[0], head)
 
 
 @of_classes
@@ -349,12 +376,11 @@ def trains(name: str) -> None:
 @of_classes
 def waits_for_nothing(name: str) -> None:
     """A step reads nothing off the device and makes no tensor of a number, but for the checks on a CPU."""
-    for options in paths(name):
-        for head in members(name, **options):
-            x = features(dtype=torch.float32).requires_grad_()
-            head(x, Y)
-            with numeric.Host(values=False):
-                head(x, Y).backward()
+    for head in every(name):
+        x = features(dtype=torch.float32).requires_grad_()
+        head(x, Y)
+        with numeric.Host(values=False):
+            head(x, Y).backward()
 
 
 @of_classes

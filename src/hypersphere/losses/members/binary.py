@@ -131,7 +131,7 @@ class Hinge(MarginSoftmax):
         10.0
     """
 
-    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False, "variants": ({"power": 2},)}
 
     def __init__(self, dim: int, classes: int, *, power: int = 1, bias: bool = True, **options: Any) -> None:
         check_range("power", power, 1, 2)

@@ -93,6 +93,8 @@ class GASoftmax(MarginSoftmax):
         torch.Size([])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"g": "sqcos", "m": 2},)}
+
     def __init__(
         self,
         dim: int,
@@ -232,7 +234,7 @@ class SphereFacePlus(ASoftmax):
         torch.Size([])
     """
 
-    contract: ClassVar[Mapping[str, Any]] = {"logits": False}
+    contract: ClassVar[Mapping[str, Any]] = {"logits": False, "variants": ({"energy_power": 0.0},)}
 
     def __init__(
         self,

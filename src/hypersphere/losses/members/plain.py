@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from hypersphere.angular import Angular, Sigmoid, create
 from hypersphere.losses.head import MarginSoftmax
@@ -49,6 +50,8 @@ class WSoftmax(MarginSoftmax):
         >>> WSoftmax(3, 10, g="linear")(torch.randn(2, 3), torch.tensor([0, 1])).shape
         torch.Size([])
     """
+
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"g": "sigmoid"},)}
 
     def __init__(self, dim: int, classes: int, *, g: str | Angular = "cosine", k: float = 0.3, **options: Any) -> None:
         super().__init__(dim, classes, g=steep(g, k), **options)
