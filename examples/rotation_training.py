@@ -17,7 +17,7 @@ unconstrained matrix alike, and all of them add up to one rotation):
   by less than 1 %: digits give it no reason to.
 * Rotations learn nearly as well: 99.6, 98.7 and 99.3 per cent of the test images, ordinary training 99.4, 99.6 and
   99.6. With all images to train on there is little to gain; with 300 of them, and without normalisation, rotations are
-  ahead (``tests/test_orthogonal_digits.py``).
+  ahead (``tests/orthogonal/test_orthogonal_digits.py``).
 * With random rotations, where only batch normalisation and the classifier learn, it is 96.1, 96.3 and 96.8, at a
   training loss 30 to 130 times as high. So it is the rotations that learn.
 * The model is plain again after ``hs.orthogonal.merge(model)``, and recognises the same images.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hypersphere as hs
-from command_line import Result
+from helpers.command_line import Result
 from hypersphere import cli, plugins
 
 hypothesis.settings.register_profile("hypersphere", deadline=None, derandomize=True, max_examples=50)

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
+from helpers.paths import ROOT
 from hypersphere import recipe, report
 from hypersphere.attacks import (
     BIM,
@@ -977,7 +977,6 @@ def test_training_on_attacks_makes_digits_robust(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ the page
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "robustness.md").read_text()
 
 

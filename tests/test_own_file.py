@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hypersphere as hs
-from command_line import SOURCE, process, words
+from helpers.command_line import process, words
+from helpers.paths import SOURCE
 from hypersphere import plugins
 from hypersphere.cli.terminal import console
 

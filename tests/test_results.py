@@ -12,13 +12,12 @@ import pytest
 import scipy.stats
 import torch
 
+from helpers.paths import DOCS
 from hypersphere import recipe, results
 from hypersphere.errors import ArgumentError
 from hypersphere.metrics import mean_and_interval
 from hypersphere.results import ResultRow, RowError, read_rows, write_pages, write_rows
 from hypersphere.runs import RunFolder
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 ROW = ResultRow(
     kind="result",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 
-import net
-
-FIXTURES = Path(__file__).parent / "fixtures"
+from helpers.paths import FIXTURES
+from net import net
 
 
 def golden(name):

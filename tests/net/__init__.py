@@ -1,0 +1,1 @@
+"""What must not change when code moves."""
