@@ -130,11 +130,12 @@ def least() -> float:
 
 def draw(found: Mapping[str, Descent], noisy: Mapping[str, Descent], path: Path) -> None:
     """Write a picture: energies above the least one against the step, and what the naive projection sees."""
+    from hypersphere.drawing import colour  # noqa: PLC0415
     from hypersphere.plot import save  # noqa: PLC0415  (only the picture needs matplotlib)
-    from hypersphere.plot.style import INK, color, new_figure, styled  # noqa: PLC0415
+    from hypersphere.plot.style import INK, new_figure, styled  # noqa: PLC0415
 
     def curve(axes: Axes, index: int, descent: Descent, values: Sequence[float], label: str, **look: Any) -> None:
-        looks = {"color": INK, "ls": (0, (4, 1.5)), "zorder": 3} if index == 0 else {"color": color(index - 1)}
+        looks = {"color": INK, "ls": (0, (4, 1.5)), "zorder": 3} if index == 0 else {"color": colour(index - 1)}
         axes.plot(descent.steps, [value - least() for value in values], **(looks | look), label=label)
 
     @styled

@@ -243,16 +243,17 @@ def closest(points: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw_rest(axes: Axes, name: str, found: Minimum) -> None:
     """Neurons at rest, the closest two joined by an arc; with mirror images in half space."""
-    from hypersphere.plot.style import INK, color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
+    from hypersphere.plot.style import INK  # noqa: PLC0415
 
     draw_sphere(axes)
-    points, colour = found.points, color(SHADES[name])
+    points, shade = found.points, colour(SHADES[name])
     both = torch.cat([points, -points]) if name == "half space" else points
     aim = normalise(sum(closest(both)))
     points, both = turned(points, aim, above=0.8), turned(both, aim, above=0.8)
     if name == "half space":
-        draw_points(axes, -points, colour, pale=True)
-    draw_points(axes, points, colour)
+        draw_points(axes, -points, shade, pale=True)
+    draw_points(axes, points, shade)
     draw_arc(axes, *closest(both), INK, lw=2.0, solid_capstyle="round")
     what = "lines" if name == "half space" else "neurons"
     axes.set_title(f"{TITLES[name]}\nclosest {what}: {math.degrees(found.smallest_angle):.1f}°", loc="center")
@@ -260,19 +261,20 @@ def draw_rest(axes: Axes, name: str, found: Minimum) -> None:
 
 def draw_flow(axes: Axes, beta: float, path: Tensor) -> None:
     """Paths of the weighted neurons, and where all of them end."""
-    from hypersphere.plot.style import MUTED, color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
+    from hypersphere.plot.style import MUTED  # noqa: PLC0415
 
     draw_sphere(axes)
     lengths = path_lengths(path)
     path = turned(path, normalise(path[0, :HEAVY].sum(0)))
     draw_points(axes, path[-1, HEAVY:], MUTED, size=26)
     for neuron in range(HEAVY):
-        colour = color(neuron + 1)
-        draw_path(axes, path[:, neuron], colour, lw=1.8, ls=(0, (2.2, 1.1)))
-        draw_points(axes, path[-1:, neuron], colour, size=60)
+        shade = colour(neuron + 1)
+        draw_path(axes, path[:, neuron], shade, lw=1.8, ls=(0, (2.2, 1.1)))
+        draw_points(axes, path[-1:, neuron], shade, size=60)
         x, y, depth = seen(path[0, neuron]).tolist()
         axes.scatter(
-            x, y, s=34, facecolors="white", edgecolors=colour, linewidths=1.4, zorder=6.5 if depth > 0 else 1.9
+            x, y, s=34, facecolors="white", edgecolors=shade, linewidths=1.4, zorder=6.5 if depth > 0 else 1.9
         )
     gone = " and ".join(f"{length:.{0 if length >= 10 else 1}f}°" for length in lengths[:HEAVY].tolist())
     axes.set_title(f"β = {beta:g}\nmoved by {gone}", loc="center")
@@ -280,7 +282,8 @@ def draw_flow(axes: Axes, beta: float, path: Tensor) -> None:
 
 def draw_forces(axes: Axes) -> None:
     """Forces between two neurons against their angle."""
-    from hypersphere.plot.style import angle_axis, color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
+    from hypersphere.plot.style import angle_axis  # noqa: PLC0415
 
     theta = torch.linspace(math.radians(12), math.pi, 300, dtype=torch.float64)
     for angular in (False, True):
@@ -289,7 +292,7 @@ def draw_forces(axes: Axes) -> None:
             axes.plot(
                 torch.rad2deg(theta).numpy(),
                 force(theta, s, angular=angular).numpy(),
-                color=color(index),
+                color=colour(index),
                 **look,
                 label=f"s = {s:g}, {'angle' if angular else 'chord'}",
             )
@@ -302,7 +305,7 @@ def draw_forces(axes: Axes) -> None:
 
 def draw_growth(axes: Axes, found: Sequence[Growth]) -> None:
     """Optimal energies against the number of points, and the slopes of the theorem."""
-    from hypersphere.plot.style import color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
 
     terms = {1.0: "$N^2$", 2.0: r"$N^2 \log(N) / 4$", 4.0: "$c N^3$"}
     for index, one in enumerate(found):
@@ -313,14 +316,14 @@ def draw_growth(axes: Axes, found: Sequence[Growth]) -> None:
             [one.energies[n] / n**2 for n in sizes],
             marker="osD"[index],
             ls="",
-            color=color(index),
+            color=colour(index),
             ms=5,
             label=f"s = {one.s:g}, theorem: {terms[one.s]}",
         )
         # For s > 2 the theorem's constant is not known: the line goes through the last point.
         factor = one.energies[last] / one.theorem(last) if one.s > 2 else 1.0
         line = [factor * one.theorem(n) / n**2 for n in sizes]
-        axes.plot(sizes, line, color=color(index), lw=1.2, ls=(0, (1.5, 1.3)), zorder=1)
+        axes.plot(sizes, line, color=colour(index), lw=1.2, ls=(0, (1.5, 1.3)), zorder=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     shown = [n for n in (4, 8, 16, 32, 64) if n <= max(found[0].energies)]

@@ -179,7 +179,8 @@ def draw_plane(axes: Any, result: Result) -> None:
     """Directions and lengths of the features, the classifier's directions around them."""
     from matplotlib.patheffects import withStroke  # noqa: PLC0415
 
-    from hypersphere.plot.style import FAINT, INK, color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
+    from hypersphere.plot.style import FAINT, INK  # noqa: PLC0415
 
     lengths = result.features.norm(dim=1)
     # Lengths differ by orders of magnitude from class to class; their root fits on paper.
@@ -190,7 +191,7 @@ def draw_plane(axes: Any, result: Result) -> None:
     halo = [withStroke(linewidth=2.6, foreground="white")]
     for label in [*range(1, CLASSES), RARE]:  # the rare class on top
         rare = label == RARE
-        shade = INK if rare else color(label)
+        shade = INK if rare else colour(label)
         own = points[result.labels == label]
         look = {"s": 20, "zorder": 5, "lw": 0.6, "edgecolor": "white"} if rare else {"s": 9, "alpha": 0.55, "lw": 0}
         axes.scatter(own[:, 0], own[:, 1], color=shade, **look)
@@ -216,10 +217,11 @@ def draw_plane(axes: Any, result: Result) -> None:
 
 def draw_bars(axes: Any, found: Mapping[str, Sequence[Result]]) -> None:
     """Mean accuracies over the seeds, and a dot a seed."""
-    from hypersphere.plot.style import INK, MUTED, color  # noqa: PLC0415
+    from hypersphere.drawing import colour  # noqa: PLC0415
+    from hypersphere.plot.style import INK, MUTED  # noqa: PLC0415
 
     for place, (kind, results) in enumerate(found.items()):
-        shade = (MUTED, color(0))[place]
+        shade = (MUTED, colour(0))[place]
         for group, key in enumerate(("accuracy", "rare")):
             values = [100 * getattr(result, key) for result in results]
             mean, x = sum(values) / len(values), group + (place - 0.5) * 0.38

@@ -139,15 +139,16 @@ def train(data: Dataset, kind: str, steps: int, seed: int) -> tuple[nn.Sequentia
 
 def draw(found: Mapping[str, Outcome], path: Path) -> None:
     """Write a picture: energies, training losses and accuracies against the step."""
+    from hypersphere.drawing import colour  # noqa: PLC0415
     from hypersphere.plot import save  # noqa: PLC0415  (only the picture needs matplotlib)
-    from hypersphere.plot.style import color, new_figure, styled  # noqa: PLC0415
+    from hypersphere.plot.style import new_figure, styled  # noqa: PLC0415
 
     @styled
     def picture() -> None:
         figure = new_figure(11.0, 3.6)
         panels = figure.subplots(1, 3)
         for index, (kind, outcome) in enumerate(found.items()):
-            look = {"color": color(index), "ls": ("-", "-", (0, (4, 1.5)))[index]}
+            look = {"color": colour(index), "ls": ("-", "-", (0, (4, 1.5)))[index]}
             window = min(SMOOTH, len(outcome.losses))
             losses = torch.tensor(outcome.losses).unfold(0, window, 1).mean(1).tolist()
             panels[0].plot(outcome.steps, outcome.energies, **look, label=kind)

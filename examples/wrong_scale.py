@@ -184,8 +184,9 @@ def by_operator(data: Dataset, steps: int, seed: int) -> dict[str, Outcome]:
 
 def draw(by_scale: Mapping[str, Outcome], by_operator: Mapping[str, Outcome], path: Path) -> None:
     """Write a picture: training losses of both setups, with the accuracies in the legends."""
+    from hypersphere.drawing import colour  # noqa: PLC0415
     from hypersphere.plot import save  # noqa: PLC0415  (only the picture needs matplotlib)
-    from hypersphere.plot.style import INK, MUTED, color, new_figure, styled  # noqa: PLC0415
+    from hypersphere.plot.style import INK, MUTED, new_figure, styled  # noqa: PLC0415
 
     @styled
     def picture() -> None:
@@ -204,7 +205,7 @@ def draw(by_scale: Mapping[str, Outcome], by_operator: Mapping[str, Outcome], pa
                 steps = range(window, len(losses) + 1)
                 # Losses of the cosine networks are equal: the later ones leave gaps.
                 hidden = sum(other.losses == outcome.losses for other in list(found.values())[:index])
-                looks = {"color": (*map(color, range(4)), INK)[index], "ls": (0, (3, 3 * hidden)) if hidden else "-"}
+                looks = {"color": (*map(colour, range(4)), INK)[index], "ls": (0, (3, 3 * hidden)) if hidden else "-"}
                 axes.plot(steps, means, **looks, label=f"{name}: {outcome.accuracy:.0%}")
             axes.set_yscale("log")
             axes.set_xlim(left=1)

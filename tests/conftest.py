@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hypersphere as hs
+from helpers.browser import browser  # noqa: F401 - a fixture
 from helpers.command_line import Result
 from hypersphere import cli, plugins
 

@@ -5,40 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import sys
-from pathlib import Path
 
 import pytest
 
 import hypersphere as hs
+from helpers.plugins import MARGIN, write
 from hypersphere import plugins
 from hypersphere.nn import operators
 from hypersphere.plugins import PluginError
 
-MARGIN = '''"""Mine."""
-from __future__ import annotations
-from dataclasses import dataclass
-from torch import Tensor
-import hypersphere as hs
-
-@hs.margins.margins.register("{name}", aliases=("{name}-too",))
-@dataclass(frozen=True)
-class Mine(hs.margins.Margin):
-    """A margin of mine."""
-
-    def psi(self, theta: Tensor, m: float = 0.1) -> Tensor:
-        """Target value."""
-        return theta.cos() - m
-'''
-
-
 pytestmark = pytest.mark.usefixtures("no_plugins")
-
-
-def write(folder: Path, name: str, text: str) -> Path:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
 
 
 def test_a_file_is_loaded_once_and_recorded(tmp_path):

@@ -13,30 +13,13 @@ import scipy.stats
 import torch
 
 from helpers.paths import DOCS
+from helpers.rows import ROW
 from hypersphere import recipe, results
 from hypersphere.errors import ArgumentError
 from hypersphere.metrics import mean_and_interval
-from hypersphere.results import ResultRow, RowError, read_rows, write_pages, write_rows
+from hypersphere.results import RowError, read_rows, write_pages, write_rows
 from hypersphere.runs import RunFolder
 
-ROW = ResultRow(
-    kind="result",
-    group="Digits",
-    what="ArcFace",
-    metric="test accuracy",
-    unit="%",
-    mean=98.126,
-    interval=0.204,
-    seeds=(0, 1, 2),
-    command="hypersphere train digits-arcface",
-    version="0.1.0+abc",
-    hardware="one CPU",
-    date="2025-01-02",
-    recipe="digits-arcface",
-    recipe_hash="0123456789ab",
-    published="98.5 (paper)",
-    note="a note",
-)
 BENCHMARK = dataclasses.replace(
     ROW,
     kind="benchmark",

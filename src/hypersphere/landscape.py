@@ -113,6 +113,7 @@ def landscape(
     # All of the first direction before the second, so that one dimension is a part of two.
     directions = [
         [_direction(p, rotations.get(p), distribution, normalise, generator) for p in parameters]  # type: ignore[call-overload]
+        for _ in range(dimensions)
     ]
     # Symmetric, and exactly zero in the middle.
     coordinates = span * torch.arange(1 - points, points, 2, dtype=torch.float64) / (points - 1)

@@ -60,6 +60,13 @@ def sgd(groups: Groups, *, momentum: float = 0.9, nesterov: bool = False) -> tor
         groups: Parameter groups.
         momentum: Share of the last step that goes on.
         nesterov: Look ahead by the momentum.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.ones(2)
+        >>> sgd([{"params": [weight], "lr": torch.tensor(0.1), "weight_decay": 0.0}]).step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
     """
     return torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
 
@@ -71,6 +78,13 @@ def adam(groups: Groups, *, betas: tuple[float, float] = (0.9, 0.999)) -> torch.
     Args:
         groups: Parameter groups.
         betas: Decay of the means of gradients and of their squares.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.ones(2)
+        >>> adam([{"params": [weight], "lr": torch.tensor(0.1), "weight_decay": 0.0}]).step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
     """
     return torch.optim.Adam(groups, betas=betas, fused=True, capturable=_on_cuda(groups))
 
@@ -82,6 +96,13 @@ def adamw(groups: Groups, *, betas: tuple[float, float] = (0.9, 0.999)) -> torch
     Args:
         groups: Parameter groups.
         betas: Decay of the means of gradients and of their squares.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.ones(2)
+        >>> adamw([{"params": [weight], "lr": torch.tensor(0.1), "weight_decay": 0.0}]).step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
     """
     return torch.optim.AdamW(groups, betas=betas, fused=True, capturable=_on_cuda(groups))
 

@@ -47,7 +47,12 @@ def create(name: str, **options: object) -> Factor:
 
 @register("constant")
 def constant() -> Factor:
-    """The same throughout."""
+    """The same throughout.
+
+    Example:
+        >>> constant()(15, 0.5)
+        1.0
+    """
     return lambda step, progress: 1.0
 
 
@@ -68,12 +73,19 @@ def steps(*, milestones: tuple[int, ...] = (), factor: float = 0.1) -> Factor:
     return lambda step, progress: factor ** sum(step >= milestone for milestone in milestones)
 
 
+steps.contract = {"options": {"milestones": (10, 20)}}  # type: ignore[attr-defined]
+
+
 @register("cosine")
 def cosine(*, final: float = 0.0) -> Factor:
     """Half a cosine from 1 to a last value.
 
     Args:
         final: The last value, as a share of the first.
+
+    Example:
+        >>> cosine(final=0.5)(15, 0.5)
+        0.75
     """
     return lambda step, progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -84,5 +96,9 @@ def linear(*, final: float = 0.0) -> Factor:
 
     Args:
         final: The last value, as a share of the first.
+
+    Example:
+        >>> linear(final=0.5)(15, 0.25)
+        0.875
     """
     return lambda step, progress: final + (1 - final) * (1 - progress)

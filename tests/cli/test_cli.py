@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import hypersphere
 from helpers.command_line import process, words
 from helpers.paths import SOURCE
+from helpers.rows import ROW
 from hypersphere import cli, recipe, results
 from hypersphere.cli import commands, names, runs
 from hypersphere.cli.commands import app
@@ -26,7 +27,6 @@ from hypersphere.data.sources import sources
 from hypersphere.evaluate import evaluations
 from hypersphere.runs import RunFolder
 from hypersphere.train import DivergedError, Interrupted
-from test_results import ROW
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]

@@ -13,10 +13,10 @@ import pytest
 
 from helpers.command_line import Result, process
 from helpers.paths import ROOT
+from helpers.plugins import MARGIN, write
 from hypersphere import cli, plugins
 from hypersphere.cli.commands import COMMANDS
 from hypersphere.cli.terminal import console
-from test_plugins import MARGIN, write
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import random
 import sys
 import time
 import types
@@ -21,6 +23,7 @@ from unittest import SkipTest
 import torch
 
 import hypersphere as hs
+from hypersphere import recipe
 from hypersphere.testing import Contract
 
 THIS = sys.modules[__name__]
@@ -147,6 +150,8 @@ def built(
 
 def nothing(base: Any) -> Any:
     """No fault: the control, which passes."""
+    if isinstance(base, type) and issubclass(base, recipe.Section):
+        return _section(base)
     return changed({}, base) if isinstance(base, type) else function(lambda found, *_: found)(base)
 
 
@@ -587,6 +592,222 @@ for _name in ("lfw10", "ytf10", "megaface"):
         no_help=lambda base: setattr(own := nothing(base), "__doc__", "protocol") or own,
         no_example=lambda base: setattr(own := nothing(base), "__doc__", base.__doc__.split("Example:")[0]) or own,
     )
+
+# ------------------------------------------------------------------------------------------------ optimisers
+
+
+def _stepping(then: Callable[[Any, list[torch.Tensor]], None]) -> Callable[[Any], Any]:
+    """A maker of optimisers, after each step of which something is done to it, beside its parameters as they were."""
+
+    def make(base: Any) -> Any:
+        @functools.wraps(base)
+        def maker(groups: Any, **options: Any) -> Any:
+            made = base(groups, **options)
+            step = made.step
+
+            @torch.no_grad()
+            def stepped(*args: Any) -> None:
+                before = [p.detach().clone() for group in made.param_groups for p in group["params"]]
+                step(*args)
+                then(made, before)
+
+            made.step = stepped
+            return made
+
+        return maker
+
+    return make
+
+
+def _moved(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    """An optimiser whose parameters end somewhere else: ``change(after, before)``."""
+
+    def then(made: Any, before: list[torch.Tensor]) -> None:
+        for p, old in zip([p for group in made.param_groups for p in group["params"]], before, strict=True):
+            p.copy_(change(p, old))
+
+    return _stepping(then)
+
+
+def _forget(made: Any, _: Any) -> None:
+    for state in made.state.values():
+        for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
+            state[key] = float(state[key].sum())
+
+
+def _grow(made: Any, _: Any) -> None:
+    for state in made.state.values():
+        state["another"] = torch.zeros(len(state))
+
+
+_COUNT = {"steps": 0}
+
+
+def _counted(made: Any, before: list[torch.Tensor]) -> None:
+    _COUNT["steps"] += 1
+    for p, old in zip([p for group in made.param_groups for p in group["params"]], before, strict=True):
+        p.copy_(old + (p - old) / (1 + 0.01 * _COUNT["steps"]))
+
+
+add(
+    "optimisers",
+    "sgd",
+    uphill=_moved(lambda p, old: 2 * old - p),
+    no_step=_moved(lambda p, old: old),
+    a_step_without_a_rate=_moved(lambda p, old: p - 1e-4),
+    steps_of_one_length=_moved(lambda p, old: old + 0.01 * (p - old).sign()),
+    a_rate_of_its_own=calls(lambda base, groups, **o: base([{**g, "lr": 0.01} for g in groups], **o)),
+    one_rate_for_all=calls(lambda base, groups, **o: base([{**g, "lr": groups[0]["lr"]} for g in groups], **o)),
+    decay_ignored=calls(lambda base, groups, **o: base([{**g, "weight_decay": 0.0} for g in groups], **o)),
+    decay_of_its_own=calls(lambda base, groups, **o: base([{**g, "weight_decay": 0.1} for g in groups], **o)),
+    the_first_group_alone=calls(lambda base, groups, **o: base(groups[:1], **o)),
+    NaN_for_flat_losses=_moved(lambda p, old: old + (p - old) * ((p - old).norm() / (p - old).norm())),
+    half_precision=_moved(lambda p, old: p.bfloat16().to(p.dtype)),
+    noise=_moved(lambda p, old: p + 1e-3 * (p - old) * torch.rand_like(p)),
+    a_counter_of_its_own=_stepping(_counted),
+    state_of_plain_numbers=_stepping(
+        lambda made, _: [s.update(count=s.get("count", 0) + 1) for s in made.state.values()]
+    ),
+    state_that_grows=_stepping(_grow),
+    the_host_looks=_stepping(lambda made, before: before[0].sum().item()),
+    no_example=lambda base: setattr(own := nothing(base), "__doc__", base.__doc__.split("Example:")[0]) or own,
+)
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+def _factor(fault: Callable[[float, int, float], Any]) -> Callable[[Any], Any]:
+    """A schedule whose factors are others: ``fault(factor, step, progress)``."""
+    return function(lambda found, *_: lambda step, progress: fault(found(step, progress), step, progress))
+
+
+_ASKED: list[int] = []
+add(
+    "schedules",
+    "cosine",
+    the_wrong_sign=_factor(lambda f, *_: -f),
+    twice_as_much=_factor(lambda f, *_: 2 * f),
+    below_zero_at_the_end=_factor(lambda f, step, progress: f - 0.1 * progress),
+    half_of_it=_factor(lambda f, *_: f / 2),
+    backwards=_factor(lambda f, *_: 1 - f),
+    NaN_at_the_end=_factor(lambda f, step, progress: math.nan if progress == 1 else f),
+    NaN_at_the_start=_factor(lambda f, step, progress: math.nan if step == 0 else f),
+    larger_than_ever=_factor(lambda f, step, progress: f * (1 + 0.5 * (step == 1))),
+    draws=_factor(lambda f, *_: f * (1 - 0.1 * torch.rand(()).item())),
+    depends_on_what_was_asked=_factor(lambda f, step, _: f / (1 + (_ASKED.append(step) or len(_ASKED)) * 1e-12 * step)),
+    a_tensor=_factor(lambda f, *_: torch.tensor(f)),
+    no_sentence=lambda base: setattr(own := nothing(base), "__doc__", "cosine") or own,
+)
+
+# ------------------------------------------------------------------------------------------------ augmentations
+
+add(
+    "augmentations",
+    "clouds",
+    nothing_changed=given("change", lambda s, x, *more: (x, *more)) | after("change", lambda s, v, x, *_: x.clone()),
+    one_draw_for_all=after("change", lambda s, v, x, *_: x + (v - x)[:1]),
+    samples_mixed=after("change", lambda s, v, *_: v - v.mean(0, keepdim=True)),
+    draws_of_its_own=after("change", lambda s, v, *_: v + 0.01 * torch.rand(v.shape[0], 1, 1)),
+    draws_for_its_share_alone={
+        "change": lambda s, x, g, n, share: x + torch.rand(len(x), 1, 1, generator=g).to(x.dtype)
+    },
+    always_the_same={"change": lambda s, x, g, n, share: x + torch.arange(n).view(-1, 1, 1)[share].to(x.dtype)},
+    changed_in_place=after("change", lambda s, v, x, *_: x.copy_(v)),
+    another_type=after("change", lambda s, v, *_: v.double()),
+    another_shape=after("change", lambda s, v, *_: v.flatten(1)),
+    NaN_for_some=after("change", lambda s, v, *_: torch.where(v > 1.5, math.nan, v)),
+    the_host_looks=after("change", host),
+    empty_shares_refused=after("change", lambda s, v, *_: v if v[0] is not None else v),
+    no_help=lambda base: changed({"__doc__": "clouds"}, base),
+)
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+def _working(**hooks: Any) -> Callable[[Any], Any]:
+    """A section whose work has other hooks."""
+
+    def make(base: Any) -> Any:
+        def train(self: Any, run: Any) -> Any:
+            work = base.train(self, run)
+            if work is not None:
+                work.__class__ = changed(hooks, type(work))
+            return work
+
+        return _section(base, train=train)
+
+    return make
+
+
+def _section(base: Any, **own: Any) -> Any:
+    """A section under the name of the mutants."""
+    overrides = tuple(text.replace("project.", f"{NAME}.") for text in base.contract["recipe"])
+    return changed({**own, "contract": {"recipe": overrides}}, base)
+
+
+def _held(work: Any) -> torch.Tensor:
+    """A number of a work that steps change."""
+    return vars(work).setdefault("held", torch.zeros(()))
+
+
+add(
+    "sections",
+    "project",
+    state_forgotten=_working(
+        before=lambda self, step, rate: _held(self).add_(1),
+        logged=lambda self: {"held": float(_held(self))},
+    ),
+    NaN_is_logged=_working(logged=lambda self: {"held": math.nan}),
+    a_tensor_is_logged=_working(logged=lambda self: {"held": torch.ones(())}),
+    samples_of_draws_of_its_own=_working(samples=lambda self, x, y, g: x + 0.1 * random.random()),
+    samples_of_another_shape=_working(samples=lambda self, x, y, g: x.flatten(1)),
+    samples_that_are_no_numbers=_working(samples=lambda self, x, y, g: x * math.nan),
+    the_host_looks_at_samples=_working(samples=lambda self, x, y, g: x * (x.sum().item() * 0 + 1)),
+    an_unnamed_draw_after_a_step=_working(
+        after=lambda self, step: [p.data.mul_(1 + 0.01 * random.random()) for p in self.model.parameters()]
+    ),
+    absence_not_marked=lambda base: _section(base, field=classmethod(lambda cls: (cls, cls()))),
+    a_key_without_a_word=lambda base: _section(base, __annotations__={"more": int}, more=0),
+    no_help=lambda base: _section(base, __doc__="section"),
+    another_model_every_time=lambda base: _section(
+        base,
+        rotate=lambda self, model, recipe: (
+            model.register_forward_hook(lambda module, given, found: found + 0.1 * torch.rand(())) and model
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def _pictures(fault: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A section of the page whose pictures are others."""
+    return function(lambda found, *_: found._replace(pictures=[fault(picture) for picture in found.pictures]))
+
+
+add(
+    "figures",
+    "samples",
+    no_pictures=function(lambda found, *_: found._replace(pictures=[])),
+    no_text=function(lambda found, *_: found._replace(text="")),
+    no_title=function(lambda found, *_: found._replace(title="")),
+    no_captions=_pictures(lambda picture: picture._replace(caption="")),
+    titles_alike=_pictures(lambda picture: picture._replace(title="picture")),
+    no_titles=_pictures(lambda picture: picture._replace(title="")),
+    no_traces=_pictures(lambda picture: picture._replace(figure={"data": [], "layout": {}})),
+    no_layout=_pictures(lambda picture: picture._replace(figure={**picture.figure, "layout": None})),
+    NaN_in_a_picture=_pictures(
+        lambda picture: picture._replace(figure={**picture.figure, "layout": {"width": math.nan}})
+    ),
+    arrays_in_a_picture=_pictures(
+        lambda picture: picture._replace(figure={**picture.figure, "layout": {"width": torch.ones(2)}})
+    ),
+    arrays_changed=function(lambda found, a: (a["classes"].__imul__(2), found)[1]),
+    drawn_anew_every_time=_pictures(
+        lambda picture: picture._replace(figure={**picture.figure, "layout": {"width": torch.rand(()).item()}})
+    ),
+    no_help=lambda base: setattr(own := nothing(base), "__doc__", "samples") or own,
+)
 
 CONTROLS = [
     Mutant(family, member, "nothing", nothing)

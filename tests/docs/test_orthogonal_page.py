@@ -91,6 +91,6 @@ def test_recipes_and_commands_exist(tmp_path):
 
 
 def test_files_of_the_page_exist():
-    files = re.findall(r"`((?:examples|tests)/[a-z_]+\.py)`", PAGE)
+    files = re.findall(r"`((?:examples|tests)/[a-z_/]+\.py)`", PAGE)
     assert files
     assert all((ROOT / file).is_file() for file in files)

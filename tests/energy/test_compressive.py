@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_examples import example
 from torch import nn
 from torch.nn.utils import parametrize
 
 import hypersphere as hs
+from helpers.examples import example
 from hypersphere import energy as E
 from hypersphere import recipe
 from hypersphere.data import load

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_examples import example
 
+from helpers.examples import example
 from hypersphere.energy import (
     KoLeo,
     Orthonormal,

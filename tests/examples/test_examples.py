@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers.paths import EXAMPLES
+from helpers.examples import example
 from hypersphere.data import DataError, load
-
-
-def example(name: str):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
 
 angle_autoencoder = example("angle_autoencoder")
 convolution_modes = angle_autoencoder.convolution_modes

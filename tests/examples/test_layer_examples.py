@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_examples import example
 from torch.autograd.functional import hessian as autograd_hessian
 
 import hypersphere as hs
+from helpers.examples import example
 from hypersphere.data import load
 
 conditioning = example("conditioning")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_examples import example
 
+from helpers.examples import example
+from helpers.runs import SHAPES, noise
 from hypersphere import recipe, report
-from hypersphere.data import Dataset, TensorSplit
 from hypersphere.energy.theory import polygon_energy
 from hypersphere.runs import RunFolder
 from hypersphere.sections.regularisers import layer_energies
@@ -22,7 +22,6 @@ LONG = [
     *("cifar100-cnn9-mhe", "cifar100-cnn9-comhe", "cifar100-imbalanced-mhe", "cifar10-imbalanced-mhe"),
     "mnist-imbalanced-mhe",
 ]
-SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
 
 
 def energies_of(run: Trainer):
@@ -32,14 +31,6 @@ def energies_of(run: Trainer):
 
 def train(plan: recipe.Recipe, folder: Path) -> Trainer:
     return Trainer(plan, RunFolder.create(folder, plan, CPU), CPU)
-
-
-def noise(shape: tuple[int, ...], counts: list[int]) -> Dataset:
-    """So many images of each class, all of them noise."""
-    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    images = torch.randint(256, (len(labels), *shape), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    split = TensorSplit(images, labels)
-    return Dataset("noise", tuple(map(str, range(len(counts)))), split, split)
 
 
 @pytest.mark.parametrize("name", LONG)

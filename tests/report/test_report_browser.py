@@ -1,41 +1,17 @@
 """The run report in a real browser: headless Chromium draws it, clicks in it, turns it and switches its theme."""
 
 import io
-import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
-from test_report import TIGHTNESS, make_run
 
+from helpers.browser import load, set_theme, show, wait
+from helpers.pages import TIGHTNESS, make_run
 from hypersphere import report
 from hypersphere.drawing import PALETTE
-
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-    *("--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"),
-)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver_path = shutil.which("chromedriver")
-    if not chromium or not driver_path:
-        pytest.skip("needs Chromium and chromedriver on the PATH")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +24,6 @@ def address(tmp_path_factory):
 def page(browser, address):
     """The page at desktop width in the light theme; drawing takes seconds, so tests put back what they change."""
     return load(browser, address, width=1400)
-
-
-def load(browser, address, width):
-    show(browser, width)
-    set_theme(browser, "light")
-    browser.get(address)
-    wait(browser, lambda: browser.execute_script("return document.documentElement.hasAttribute('data-ready')"))
-    return browser
-
-
-def show(browser, width):
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def set_theme(browser, theme):
-    features = [{"name": "prefers-color-scheme", "value": theme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-
-
-def wait(browser, condition):
-    return WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda _: condition())
 
 
 def of_plot(browser, expression, index=0, kind="sphere"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_report import Page
 from torch import nn
 
+from helpers.pages import Page
+from helpers.runs import StopAt, files
 from hypersphere import plot, recipe, report
 from hypersphere.data import load
 from hypersphere.energy import MHE, Regulariser, energies
@@ -42,12 +41,6 @@ def trainer(folder: Path, chosen: recipe.Recipe, *callbacks: Callback) -> Traine
     return Trainer(chosen, RunFolder.create(folder, chosen, CPU), CPU, callbacks=callbacks)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    chosen = [folder / "metrics.jsonl", folder / "evaluation.json", last / "state.safetensors"]
-    return {file.name: file.read_bytes() for file in chosen}
-
-
 def train_rows(run: Trainer) -> list[dict]:
     return [row for row in run.run.rows() if row["split"] == "train"]
 
@@ -59,15 +52,6 @@ def plain_energy(rows: torch.Tensor, s: float = 2.0, half_space: bool = False) -
         units = np.concatenate([units, -units])
     pairs = [np.linalg.norm(units[i] - units[j]) ** -s for i in range(len(units)) for j in range(len(units)) if i != j]
     return float(np.mean(pairs))
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, trainer, step):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 # ------------------------------------------------------------------------------------------------ what it is of

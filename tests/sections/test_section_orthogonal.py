@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recipes_energy import SHAPES, noise
-from test_train_energy import StopAt, files
 
+from helpers.runs import SHAPES, StopAt, files, noise
 from hypersphere import orthogonal, recipe, report
 from hypersphere.optim import OGD
 from hypersphere.recipe import RecipeError

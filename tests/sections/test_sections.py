@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from helpers.runs import StopAt
 from hypersphere import recipe, runs
 from hypersphere.errors import check_range
 from hypersphere.recipe import Section, Term, Work, sections
@@ -115,15 +116,6 @@ def follow():
     CALLS.clear()
     yield
     sections.remove("follow")
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, trainer, step):
-        if step == self.step:
-            trainer._stop.signal = 2
 
 
 def plan(*overrides: str) -> recipe.Recipe:

@@ -16,8 +16,8 @@ from PIL import Image
 from scipy.stats import norm
 from selenium.webdriver.common.by import By
 from sklearn.metrics import roc_curve
-from test_report_browser import browser, load  # noqa: F401 - a fixture
 
+from helpers.browser import load
 from hypersphere.metrics import calibrate, lfw10, verification_summary
 from hypersphere.tasks.faces.data import Pairs
 from hypersphere.tasks.faces.figures import VerificationPage, det_figure, hardest, roc_figure, write_verification
@@ -171,7 +171,7 @@ def test_perfect_and_constant_scores_can_be_drawn(tmp_path):
         assert len(plots_of(write_verification(drawn, tmp_path / "page.html"))) == 4
 
 
-def test_the_page_in_a_browser(browser, written, found):  # noqa: F811
+def test_the_page_in_a_browser(browser, written, found):
     browser.get_log("browser")  # of pages before
     for width in (1400, 360):
         page = load(browser, written.as_uri(), width)

@@ -156,6 +156,7 @@ def measure(outputs: Outputs, names: Iterable[str | Mapping[str, Any]]) -> dict[
         names: Names, or mappings of a ``name`` and options.
 
     Example:
+        >>> import torch
         >>> eye = torch.eye(3)
         >>> measure(Outputs(eye, eye, torch.arange(3), eye), ["classification", "angles"])["accuracy"]
         1.0

@@ -37,7 +37,8 @@ def explain(
         if item["type"] == "extra_forbidden":
             allowed = list(dict.fromkeys([*_fields(model, item["loc"][:-1]), *extra_keys]))
             word = str(item["loc"][-1])
-            text = f"is not a known key.{did_you_mean(word, allowed)} Allowed: {', '.join(allowed)}"
+            hint = did_you_mean(word, [*allowed, "name"] if extra_keys else allowed)  # a part has a name
+            text = f"is not a known key.{hint} Allowed: {', '.join(allowed)}"
         elif item["type"] == "missing":
             text = "is missing"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ class Adversary(Section, Part):
     """Adversarial training: the ``name`` of an attack, its options, and how much of every batch it changes."""
 
     registry: ClassVar[Registry[Any]] = attacks
+    contract: ClassVar[Mapping[str, Any]] = {"recipe": ("adversary.name=fgsm",)}
     share: float = Field(0.5, gt=0, le=1, description="of the batch that is attacked, by the model as it is")
 
     def mistakes(self, recipe: Recipe) -> Iterator[tuple[Location, str]]:

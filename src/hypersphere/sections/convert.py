@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -23,6 +24,7 @@ class Convert(Section, LayerChoice):
     last layer is converted, too.
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {"recipe": ("convert.name=sphere",)}
     registry: ClassVar[Registry[Any]] = operators
     skip: tuple[Place, ...] = Field(("shortcut",), description="places of layers to leave alone")
 

@@ -32,6 +32,7 @@ class Orthogonal(Section, LayerChoice):
     """
 
     registry: ClassVar[Registry[Any]] = maps
+    contract: ClassVar[Mapping[str, Any]] = {"recipe": ("orthogonal={name: cayley, sample: 0.5, every: 1}",)}
     init: Literal["kaiming", "xavier", "normal"] | None = Field(None, description="draw the neurons anew")
     mean: float = Field(0.0, description="mean of the numbers that init draws")
     unit_norm: bool = Field(False, description="set the norms of neurons to gain")
@@ -42,7 +43,9 @@ class Orthogonal(Section, LayerChoice):
     blocks: int = Field(1, ge=1, description="blocks on the diagonal of a rotation")
     share_blocks: bool = Field(False, description="one block for all places on the diagonal")
     sample: float | None = Field(None, gt=0, description="coordinates rotated at a time, a share below 1 or a number")
-    sampling: Literal["uniform", "partition", "blocks", "channels"] = "uniform"
+    sampling: Literal["uniform", "partition", "blocks", "channels"] = Field(
+        "uniform", description="how the coordinates to rotate are drawn"
+    )
     sides: Literal["in", "both"] = Field("in", description="'both' rotates the outputs, too")
     every: int = Field(0, ge=0, description="steps between two draws of coordinates; 0: never")
     lr: float = Field(1.0, ge=0, description="factor on the learning rate of rotations; 0: neurons stay as drawn")

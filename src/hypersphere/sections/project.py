@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -20,6 +20,7 @@ from hypersphere.recipe.section import Section, Training, Work, sections
 class Project(Section, Keys):
     """Projection of the decoupled kernels whose norm does not count, before the first step and then again."""
 
+    contract: ClassVar[Mapping[str, Any]] = {"recipe": ("convert.name=sphere", "project.every=2")}
     every: int = Field(0, ge=0, description="steps between projections of decoupled kernels to norm s; 0: none")
     s: float = Field(1.0, gt=0, description="norm of the projected kernels")
 

@@ -45,6 +45,10 @@ class Regularisers(Section, pydantic.RootModel[tuple[Regulariser, ...]]):
     """Energies of weights that are added to the loss."""
 
     model_config = pydantic.ConfigDict(frozen=True)
+    contract: ClassVar[Mapping[str, Any]] = {
+        "recipe": ("regularisers=[{name: rp-comhe, weight: 0.1}, {name: mhe, target: head}]",),
+        "first": True,
+    }
     root: tuple[Regulariser, ...] = ()
 
     def __iter__(self) -> Iterator[Regulariser]:  # type: ignore[override]

@@ -31,7 +31,8 @@ __all__ = ["Check", "Contract", "cases", "check", "checks", "contract", "contrac
 
 _MODULES = (
     *("losses", "margins", "negatives", "angular", "operators", "layers", "potentials", "energies", "maps", "attacks"),
-    *("models", "datasets", "evaluations", "protocols"),
+    *("models", "datasets", "augmentations", "optimisers", "schedules", "evaluations", "protocols"),
+    *("sections", "figures"),
 )
 
 

@@ -27,6 +27,7 @@ def add(
     build: Callable[[str], Any] | None = None,
     recipe: Callable[[str], list[str]] | None = None,
     example: bool = True,
+    signature: bool = True,
 ) -> None:
     """Add the checks that every family has.
 
@@ -35,6 +36,7 @@ def add(
         build: Builds a member with its defaults, to be copied; ``None`` where members are plain functions.
         recipe: Overrides of a recipe that name a member; ``None`` where recipes name none.
         example: Whether the help of a member must end with an example.
+        signature: Whether a member's options are the arguments of its factory.
     """
 
     @contract.check
@@ -49,7 +51,7 @@ def add(
         assert re.match(r"\S.*[.)]$", entry.help), f"the help begins with {entry.help!r}, which is no sentence"
         assert not entry.help.startswith("dict("), "the help is that of a built-in type"
         own = vars(entry.factory).get("shared_options", ()) if inspect.isclass(entry.factory) else ()
-        for option in entry.options:
+        for option in entry.options if signature else ():
             assert option.annotation is not inspect.Parameter.empty, f"the option {option.name} has no type"
             assert option.help or option.name in own or _inherited(entry.factory, option.name), (
                 f"the option {option.name} is not explained in 'Args:'"
@@ -79,7 +81,7 @@ def add(
         """``hypersphere list`` shows its name, its options and its help."""
         entry, text = contract.entry(name), listing(contract)
         assert entry.name in text, f"hypersphere list {contract.plural} does not show {entry.name}"
-        for option in entry.options:
+        for option in entry.options if signature else ():
             assert option.name in text, f"hypersphere list {contract.plural} does not show {option.name}"
         words = re.findall(r"[A-Za-z]{5,}", re.sub(r":\w+:`[^`]*`", "", entry.help))
         assert all(word in text for word in words), f"hypersphere list {contract.plural} does not show {entry.help!r}"

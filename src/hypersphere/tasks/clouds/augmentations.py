@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,7 +93,7 @@ def _turned(first: Tensor, second: Tensor, angle: Tensor) -> tuple[Tensor, Tenso
 @register("clouds")
 @dataclass(frozen=True)
 class CloudChanges(Augmentation):
-    """Random changes of point clouds; see :func:`change_clouds`.
+    """Random changes of point clouds, drawn for each of them: turns, tilts, sizes, shifts, jitter and order.
 
     Args:
         rotate: Turn about the third axis by any angle.
@@ -101,8 +102,21 @@ class CloudChanges(Augmentation):
         shift: Largest shift along each axis.
         jitter: Deviation of each coordinate of each point.
         shuffle: Bring the points into a random order.
+
+    Example:
+        >>> CloudChanges(jitter=0.01).change(torch.zeros(2, 3, 5), torch.Generator(), 2, slice(None)).shape
+        torch.Size([2, 3, 5])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {
+        "variants": (
+            {"rotate": True},
+            {"tilt": 0.06, "scale": 1.25, "shift": 0.1},
+            {"jitter": 0.01},
+            {"rotate": True, "tilt": 0.06, "scale": 1.25, "shift": 0.1, "jitter": 0.01},
+            {"shuffle": True},
+        )
+    }
     rotate: bool = False
     tilt: float = 0.0
     scale: float = 1.0

@@ -88,3 +88,12 @@ def section(artefacts: Artefacts) -> Section:
         "Test clouds with the class that the network gives them, and which of their points led it there.",
         cloud_pictures(artefacts),
     )
+
+
+section.contract = {  # type: ignore[attr-defined]
+    "artefacts": {
+        **{"points": np.eye(3, 4)[None].repeat(2, 0), "contribution": np.array([[0.0, 1, -1, 2], [0.0, 0, 0, 0]])},
+        **{"names": np.array([[97, 0], [98, 0]]), "labels": np.array([0, 1]), "predicted": np.array([0, 0])},
+        "confidence": np.array([0.9, 0.6]),
+    }
+}

@@ -125,3 +125,14 @@ def section(artefacts: Artefacts) -> Section:
         "to test it with. The features stay as they were trained, on other classes.",
         few_shot_figures(artefacts),
     )
+
+
+section.contract = {  # type: ignore[attr-defined]
+    "artefacts": {
+        "curve/5_way": np.array([[1, 0.6, 0.02], [5, 0.8, 0.01]]),
+        "episodes/support": np.full((1, 2, 1, 3, 8, 8), 200, np.uint8),
+        "episodes/query": np.full((1, 2, 2, 3, 8, 8), 100, np.uint8),
+        "episodes/prediction": np.array([[[0, 1], [1, 1]]]),
+        "episodes/names": np.frombuffer(b"one\nother", np.uint8),
+    }
+}

@@ -112,3 +112,12 @@ def section(artefacts: Artefacts) -> Section:
         "set, for all of its classes, and for few that are alike.",
         draw(artefacts),
     )
+
+
+_IMAGES = np.arange(4 * 3 * 8 * 8, dtype=np.uint8).reshape(4, 3, 8, 8)
+section.contract = {  # type: ignore[attr-defined]
+    "artefacts": {
+        **{"grid": _IMAGES, "real": _IMAGES, "classes": np.array([0.2, 0.5, 0.3])},
+        **{"steps": np.array([2, 1]), "progress": np.stack([_IMAGES, _IMAGES])},
+    }
+}

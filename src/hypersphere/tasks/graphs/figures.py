@@ -88,3 +88,12 @@ def section(artefacts: Mapping[str, Any]) -> Section:
         "other touch.",
         embedding(artefacts),
     )
+
+
+section.contract = {  # type: ignore[attr-defined]
+    "artefacts": {
+        **{"features": np.eye(4, 3), "edges": np.array([[0, 1, 2], [1, 2, 3]]), "labels": np.array([0, 0, 1, -1])},
+        **{"predicted": np.array([0, 1, 1, 0]), "trained": np.array([1, 0, 1, 0])},
+        "classes": np.frombuffer(b"one\nother", np.uint8),
+    }
+}

@@ -217,3 +217,13 @@ def section(artefacts: Mapping[str, Any]) -> Section:
         "be believed: a model can lead gradients astray and look robust.",
         attack_pictures(artefacts),
     )
+
+
+section.contract = {  # type: ignore[attr-defined]
+    "artefacts": {
+        **{"curve_eps": np.array([0.0, 0.1]), "curve_fgsm": np.array([0.9, 0.4]), "checks": np.full(len(CHECKS), 0.5)},
+        **{"natural": np.eye(4, 3), "adversarial": np.eye(4, 3)[::-1], "labels": np.array([0, 0, 1, 1])},
+        **{"fooled": np.array([0, 1, 0, 1]), "images": np.full((2, 3, 1, 8, 8), 0.5), "names": np.array([97, 10, 98])},
+        **{"classes": np.zeros((2, 3)), "deepfool_l2": np.array([0.1, 0.2]), "deepfool_linf": np.array([0.01, 0.02])},
+    }
+}
