@@ -273,9 +273,7 @@ def draw_flow(axes: Axes, beta: float, path: Tensor) -> None:
         draw_path(axes, path[:, neuron], shade, lw=1.8, ls=(0, (2.2, 1.1)))
         draw_points(axes, path[-1:, neuron], shade, size=60)
         x, y, depth = seen(path[0, neuron]).tolist()
-        axes.scatter(
-            x, y, s=34, facecolors="white", edgecolors=shade, linewidths=1.4, zorder=6.5 if depth > 0 else 1.9
-        )
+        axes.scatter(x, y, s=34, facecolors="white", edgecolors=shade, linewidths=1.4, zorder=6.5 if depth > 0 else 1.9)
     gone = " and ".join(f"{length:.{0 if length >= 10 else 1}f}°" for length in lengths[:HEAVY].tolist())
     axes.set_title(f"β = {beta:g}\nmoved by {gone}", loc="center")
 
