@@ -15,7 +15,8 @@ Rules that hold for every function here:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,58 @@ def at_least_float32(x: Tensor) -> Tensor:
 def full_precision(x: Tensor) -> torch.autocast:
     """Context in which autocast is off for the device of ``x``: products inside keep their operands' type."""
     return torch.autocast(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
+
+
+_BACKENDS: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+_MATMUL = tuple(backend.matmul for backend in _BACKENDS)
+"""What says how float32 products are rounded on a GPU and on a CPU."""
+_BY_NAME = all(hasattr(settings, "fp32_precision") for settings in _MATMUL)
+"""Whether these settings have names. The older switch for TF32 must not be read then: it raises an error once the newer
+setting was changed; and setting it changes both."""
+
+
+def _products(*precisions: Any) -> tuple[Any, ...]:
+    """How float32 products are rounded on a GPU and on a CPU until now, and from now on where that is given."""
+    name, settings = ("fp32_precision", _MATMUL) if _BY_NAME else ("allow_tf32", _MATMUL[:1])
+    before = tuple(getattr(setting, name) for setting in settings)
+    for setting, precision in zip(settings, precisions, strict=False):
+        setattr(setting, name, precision if _BY_NAME or isinstance(precision, bool) else precision == "tf32")
+    return before
+
+
+@contextmanager
+def exact_products(precision: str = "ieee") -> Iterator[None]:
+    """Context in which float32 products are not rounded to TF32 or bfloat16, whatever the process allows elsewhere.
+
+    With ``precision="tf32"`` they are on a GPU, for products whose errors the next ones set right.
+
+    A compiled graph keeps the setting of the process (``torch.set_float32_matmul_precision``), which it cannot change.
+    Either of torch's two interfaces may have made that setting.
+
+    Example:
+        >>> with exact_products():
+        ...     tf32_products()
+        False
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = _products(precision, "ieee")
+    try:
+        yield
+    finally:
+        _products(*before)
+
+
+def tf32_products() -> bool:
+    """Whether float32 products on a GPU are rounded to TF32 now.
+
+    Example:
+        >>> with exact_products("tf32"):
+        ...     tf32_products()
+        True
+    """
+    return bool(_products()[0] in ("tf32", True))
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hypersphere as hs
+from helpers.precision import float32_products
 from hypersphere import recipe
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import Batch, ClassRotation, losses, memory_estimate
@@ -491,11 +492,11 @@ class TestOnGPU:
         graph.replay()
         self.assert_near(found, wanted, 1e-4)
 
-    def test_products_are_never_rounded_to_tf32(self, monkeypatch):
+    def test_products_are_never_rounded_to_tf32(self):
         head, x, _, _ = self.case("dense")
         matrix = head.rotation.matrix.detach().double()
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-        found = head.rotation(x)
+        with float32_products("high"):
+            found = head.rotation(x)
         assert (found.double() - x.double() @ matrix).abs().max() < 2e-5
         assert hs.orthogonal.orthogonality_error(head.rotation.matrix) < 1e-6
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.precision import float32_products
 from hypersphere.errors import ArgumentError
 from hypersphere.optim import OGD, cayley_step, orthogonal
 
@@ -629,9 +630,7 @@ def test_captured_steps(options, precision):
 
     exact, reference = build("cpu", torch.float64)
     parameters, optimiser = build("cuda", torch.float32)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
+    with float32_products(precision):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -643,8 +642,6 @@ def test_captured_steps(options, precision):
             optimiser.step()
         for _ in range(9):
             graph.replay()
-    finally:
-        torch.set_float32_matmul_precision(before)
     for _ in range(10):
         reference.step()
     for found, wanted in zip(parameters, exact, strict=True):

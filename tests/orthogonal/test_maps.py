@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
@@ -14,14 +15,16 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.parametrizations import orthogonal as torch_orthogonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.precision import float32_products
+from hypersphere import geometry
 from hypersphere.errors import ArgumentError
+from hypersphere.geometry import exact_products, tf32_products
 from hypersphere.orthogonal import algebra
 from hypersphere.orthogonal.maps import (
     Map,
     canonical,
     cayley,
     create,
-    exact_products,
     exponential,
     givens,
     gram_schmidt,
@@ -883,25 +886,43 @@ def test_products_are_exact_whatever_the_process_allows():
             seen.append(torch.backends.mkldnn.matmul.fp32_precision)
             return g
 
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
+    with float32_products("medium"):
         with exact_products():
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
             assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+            assert not tf32_products()
         with exact_products("tf32"):  # on a GPU alone
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
             assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         assert torch.get_float32_matmul_precision() == "medium"
-        assert torch.backends.cuda.matmul.allow_tf32
+        assert tf32_products()
         with pytest.raises(RuntimeError), exact_products():
             raise RuntimeError
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
         P = torch.randn(3, 3, requires_grad=True)
         exponential(Recorded.apply(P)).sum().backward()
         assert seen == ["bf16"]  # restored by the time the rest of the backward pass runs
-    finally:
-        torch.set_float32_matmul_precision(before)
+
+
+def test_products_are_exact_by_either_interface_of_torch(monkeypatch):
+    """After the newer one was used the older one raises an error when it is read; a torch may have it alone."""
+    with float32_products("highest"):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+            torch.get_float32_matmul_precision()
+        assert tf32_products()
+        with exact_products():
+            assert not tf32_products()
+        assert tf32_products()
+    older = types.SimpleNamespace(allow_tf32=True)
+    monkeypatch.setattr(geometry, "_MATMUL", (older, types.SimpleNamespace()))
+    monkeypatch.setattr(geometry, "_BY_NAME", False)
+    with exact_products():
+        assert older.allow_tf32 is False
+        with exact_products("tf32"):
+            assert older.allow_tf32 is True
+        assert older.allow_tf32 is False
+    assert older.allow_tf32 is True
 
 
 @pytest.mark.slow
@@ -949,9 +970,7 @@ CAPTURABLE = {
 def test_captured_with_tf32_allowed(name):
     """Both passes in a CUDA graph, replayed along a walk, against float64 on the CPU: no wait and no TF32 product."""
     d, m = 96, CAPTURABLE[name]
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
+    with float32_products("high"):
         P = m.start(d, batch=(3,), device="cuda").requires_grad_()
         G = torch.randn(3, d, d, device="cuda")
         carried = m.warm_start(P)
@@ -982,8 +1001,6 @@ def test_captured_with_tf32_allowed(name):
         assert (R.cpu() - expected).abs().max() < 1e-5
         assert (P.grad.cpu() - slope).norm() < 1e-5 * slope.norm()
         assert orthogonality_error(R).max() < 3e-6
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.gpu

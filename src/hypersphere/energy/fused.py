@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hypersphere import geometry
 from hypersphere.energy import pairs
 from hypersphere.energy.potentials import Gaussian, Potential, Riesz
 
@@ -378,7 +379,7 @@ def _few(
     batch, n, dim = units.shape
     kind, shape, *constants = _constants(potential)
     units, valid = units.contiguous(), valid.contiguous()
-    near = pairs.NEAR if torch.get_float32_matmul_precision() == "highest" else NEAR
+    near = NEAR if geometry.tf32_products() else pairs.NEAR
     step = min(max(PANEL_ELEMENTS // (batch * n), 1), n)
     sums, gradients = [], []
     for first in range(0, n, step):

@@ -15,8 +15,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import full_precision
-from hypersphere.orthogonal.maps import exact_products, orthogonality_error
+from hypersphere.geometry import exact_products, full_precision
+from hypersphere.orthogonal.maps import orthogonality_error
 
 FORMS = ("sgd", "adam", "adamw")
 RETRACTIONS = ("fixed-point", "exact")

@@ -15,33 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hypersphere.geometry import full_precision
-
-
-@contextmanager
-def exact_products(precision: str = "ieee") -> Iterator[None]:
-    """Context in which float32 products are not rounded to TF32 or bfloat16, whatever the process allows elsewhere.
-
-    With ``precision="tf32"`` they are on a GPU, for products whose errors the next ones set right.
-
-    A compiled graph keeps the setting of the process (``torch.set_float32_matmul_precision``), which it cannot change.
-
-    Example:
-        >>> with exact_products():
-        ...     torch.backends.cuda.matmul.fp32_precision
-        'ieee'
-    """
-    if torch.compiler.is_compiling():
-        yield
-        return
-    cuda: Any = torch.backends.cuda
-    mkldnn: Any = torch.backends.mkldnn
-    before = cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision
-    try:
-        cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision = precision, "ieee"
-        yield
-    finally:
-        cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision = before
+from hypersphere.geometry import exact_products, full_precision
 
 
 @contextmanager

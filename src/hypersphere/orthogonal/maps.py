@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.geometry import at_least_float32, exact_products, full_precision
 from hypersphere.orthogonal import algebra
-from hypersphere.orthogonal.algebra import exact_products, eye, product, skew
+from hypersphere.orthogonal.algebra import eye, product, skew
 from hypersphere.registry import Registry
 
 __all__ = [

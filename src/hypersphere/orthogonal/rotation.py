@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError
-from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.geometry import at_least_float32, exact_products, full_precision
 from hypersphere.neurons import Layout
-from hypersphere.orthogonal.maps import Map, exact_products
+from hypersphere.orthogonal.maps import Map
 
 
 class Rotation(nn.Module):
