@@ -166,16 +166,21 @@ def times_slope(t, m, slope=lambda u: -math.sin(u)):
     return m * slope(m * t - k * PI)
 
 
+def beyond_starts(m, beyond):
+    return {"clip": PI - m, "fallback": PI - m, "easy": PI / 2, "raw": 9.0, "tangent": PI - 2 * m}[beyond]
+
+
 def plus(t, m, beyond):
-    inside = {"clip": t + m < PI, "fallback": t + m < PI, "easy": t < PI / 2, "raw": True}[beyond]
-    if inside:
+    if beyond_starts(m, beyond) > t:
         return math.cos(t) * math.cos(m) - math.sin(t) * math.sin(m)
-    return {"clip": -1.0, "fallback": math.cos(t) - m * math.sin(m), "easy": math.cos(t)}[beyond]
+    line = -math.cos(m) - (t - PI + 2 * m) * math.sin(m)
+    return {"clip": -1.0, "fallback": math.cos(t) - m * math.sin(m), "easy": math.cos(t), "tangent": line}[beyond]
 
 
 def plus_slope(t, m, beyond):
-    inside = {"clip": t + m < PI, "fallback": t + m < PI, "easy": t < PI / 2, "raw": True}[beyond]
-    return -math.sin(t + m) if inside else 0.0 if beyond == "clip" else -math.sin(t)
+    if beyond_starts(m, beyond) > t:
+        return -math.sin(t + m)
+    return {"clip": 0.0, "fallback": -math.sin(t), "easy": -math.sin(t), "tangent": -math.sin(m)}[beyond]
 
 
 def capped(t, a, b, c=0.0):
@@ -247,7 +252,7 @@ CASES = {
             {"m": m},
             lambda t, m=m, b=beyond: plus(t, m, b),
             lambda t, m=m, b=beyond: plus_slope(t, m, b),
-            beyond in ("clip", "fallback"),
+            beyond in ("clip", "fallback", "tangent"),
         )
         for m in (0.1, 0.5, 1.5)
         for beyond in margins.BEYOND
@@ -407,6 +412,44 @@ def test_fallback_steps_down_by_its_formula_and_easy_up():
     step = fallback.psi(tensor(PI - m - 1e-9), m=m) - fallback.psi(tensor(PI - m + 1e-9), m=m)
     assert step.item() == pytest.approx(math.cos(m) + m * math.sin(m) - 1, abs=1e-7)
     assert easy.psi(tensor(PI / 2 + 1e-9), m=m) > easy.psi(tensor(PI / 2 - 1e-9), m=m) + 0.4
+
+
+@given(st.floats(0.01, PI), st.sampled_from([torch.float32, torch.float64]))
+def test_a_tangent_falls_everywhere_smoothly_and_within_bounds(m, dtype):
+    margin, theta = AdditiveAngle("tangent"), GRID.to(dtype)
+    low, eps = min(m, PI / 2), 20 * torch.finfo(dtype).eps
+    values, slopes = margin.psi(theta, m=m), margin.slope(theta, m=m)
+    assert (slopes <= -math.sin(low) + eps).any() and (slopes[1:-1] < 0).all() and (values.diff() < 0).all()
+    # Where it begins the slope is sin(m) as well, and nowhere do two neighbours differ by more than an arc of a cosine.
+    assert (slopes.diff().abs() <= PI / 400 + eps).all()
+    before = theta <= PI - 2 * low
+    torch.testing.assert_close(values[before], (theta[before] + m).cos(), rtol=0, atol=eps)
+    end = -math.cos(m) - 2 * m * math.sin(m) if m <= PI / 2 else math.cos(m) - PI
+    assert values.min().item() == pytest.approx(end, abs=10 * eps) and end >= -1 - PI
+    assert values[-1] <= -1 + eps, "less than without a margin"
+    # A feature opposite to its class is pulled to it, of which a clipped margin knows nothing.
+    cosines = theta[-40:-1].cos().requires_grad_()
+    for kind, pulls in (("tangent", True), ("clip", False)):
+        (pull,) = torch.autograd.grad(AdditiveAngle(kind)(cosines, m=max(m, 0.4)).sum(), cosines)
+        assert bool((pull > 0).all()) == pulls
+
+
+def test_a_tangent_frees_a_feature_opposite_to_all_classes():
+    # All classes in one direction, all features against it: with "clip" every logit is -s and nothing moves.
+    weight = torch.tensor([[0.0, 0.0, 1.0]]).repeat(4, 1) + 1e-3 * torch.eye(4, 3)
+    x = torch.tensor([[0.01, 0.02, -1.0]]).repeat(4, 1)
+    angles = {}
+    for kind in ("clip", "tangent"):
+        head = hs.losses.ArcFace(3, 4, s=10.0, beyond=kind)
+        head.weight.data.copy_(weight)
+        leaf = torch.nn.Parameter(x.clone())
+        optimiser = torch.optim.SGD([leaf, *head.parameters()], lr=0.1, momentum=0.9)
+        for _ in range(100):
+            optimiser.zero_grad()
+            head(leaf, torch.arange(4)).backward()
+            optimiser.step()
+        angles[kind] = head.cosines(leaf).diagonal().min().item()
+    assert angles["clip"] < -0.9 < 0.9 < angles["tangent"]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from hypersphere.registry import Registry
 Parameter: TypeAlias = float | Tensor
 """A margin's size: one number, or a tensor that broadcasts against the target values."""
 
-BEYOND = ("clip", "raw", "fallback", "easy")
+BEYOND = ("clip", "raw", "fallback", "easy", "tangent")
 
 
 def create(name: str | Mapping[str, Any] | Margin, **options: Any) -> Margin:
@@ -240,10 +240,18 @@ class AdditiveAngle(Margin):
 
     Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there: ``"clip"`` stays at
     -1 (decreasing and continuous), ``"fallback"`` is :math:`\cos\theta - m \sin m` (decreasing, with a step down),
-    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either).
+    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either). Each of them is
+    flat somewhere, and a feature there is not pulled towards its class. ``"tangent"`` is the only one that falls
+    everywhere, and smoothly: a straight line takes over where the cosine still falls with the slope
+    :math:`-\sin\bar m`,
+
+    .. math:: \psi(\theta) = \cos(\min(\theta, \theta_0) + m) - \sin\bar m\,[\theta - \theta_0]_+, \quad
+        \theta_0 = \pi - 2 \bar m, \quad \bar m = \min(m, \pi / 2)
+
+    down to :math:`-\cos m - 2m \sin m` at pi (for :math:`m \le \pi / 2`), which is below -1.
 
     Args:
-        beyond: ``"clip"``, ``"fallback"``, ``"raw"`` or ``"easy"``.
+        beyond: ``"clip"``, ``"fallback"``, ``"raw"``, ``"easy"`` or ``"tangent"``.
 
     Example:
         >>> AdditiveAngle()(torch.tensor([1.0, 0.0, -1.0]), m=0.5)
@@ -272,6 +280,12 @@ class AdditiveAngle(Margin):
             return torch.where(turned < math.pi, turned.cos(), theta.cos() - drop)
         if self.beyond == "easy":
             return torch.where(theta < math.pi / 2, turned.cos(), theta.cos())
+        if self.beyond == "tangent":
+            # As a margin pi/2 leaves no angle to the cosine, a larger one has the line from the start.
+            angle = m.clamp(max=math.pi / 2) if isinstance(m, Tensor) else min(m, math.pi / 2)
+            slope = angle.sin() if isinstance(angle, Tensor) else math.sin(angle)
+            past = (theta - (math.pi - 2 * angle)).clamp(min=0)  # with the slope of the line where it begins
+            return (theta - past + m).cos() - slope * past
         return turned.cos()
 
     def __call__(self, cosines: Tensor, *, m: Parameter, **_: Any) -> Tensor:

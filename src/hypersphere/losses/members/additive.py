@@ -50,7 +50,7 @@ class ArcFace(MarginSoftmax):
         classes: Number of classes C.
         s: Scale.
         m: Margin in radians, in [0, pi].
-        beyond: Past pi: ``"clip"``, ``"fallback"``, ``"raw"`` or ``"easy"``; see
+        beyond: Past pi: ``"clip"``, ``"fallback"``, ``"raw"``, ``"easy"`` or ``"tangent"``; see
             :class:`hypersphere.margins.AdditiveAngle`.
         **options: See :class:`MarginSoftmax`. With few feature dimensions the margin can push an untrained network's
             features away from every class at once; an ``annealer`` prevents it.
