@@ -240,10 +240,9 @@ class AdditiveAngle(Margin):
 
     Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there: ``"clip"`` stays at
     -1 (decreasing and continuous), ``"fallback"`` is :math:`\cos\theta - m \sin m` (decreasing, with a step down),
-    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either). Each of them is
-    flat somewhere, and a feature there is not pulled towards its class. ``"tangent"`` is the only one that falls
-    everywhere, and smoothly: a straight line takes over where the cosine still falls with the slope
-    :math:`-\sin\bar m`,
+    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either). Each of them
+    is flat somewhere, and a feature there is not pulled towards its class. ``"tangent"`` alone falls everywhere, and
+    smoothly: a straight line takes over where the cosine still falls with the slope :math:`-\sin\bar m`,
 
     .. math:: \psi(\theta) = \cos(\min(\theta, \theta_0) + m) - \sin\bar m\,[\theta - \theta_0]_+, \quad
         \theta_0 = \pi - 2 \bar m, \quad \bar m = \min(m, \pi / 2)
