@@ -3,8 +3,6 @@
 import shutil
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.support.ui import WebDriverWait
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--no-first-run", "--disable-background-networking"),
@@ -15,6 +13,8 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
+    from selenium import webdriver  # here alone: the tests of a GPU run where no browser is
+
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver_path = shutil.which("chromedriver")
     if not chromium or not driver_path:
@@ -48,4 +48,6 @@ def set_theme(browser, theme):
 
 
 def wait(browser, condition):
+    from selenium.webdriver.support.ui import WebDriverWait
+
     return WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda _: condition())

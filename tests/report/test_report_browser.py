@@ -5,13 +5,14 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 
 from helpers.browser import load, set_theme, show, wait
 from helpers.pages import TIGHTNESS, make_run
 from hypersphere import report
 from hypersphere.drawing import PALETTE
+
+ActionChains = pytest.importorskip("selenium.webdriver.common.action_chains").ActionChains
+By = pytest.importorskip("selenium.webdriver.common.by").By
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 from scipy.stats import norm
-from selenium.webdriver.common.by import By
 from sklearn.metrics import roc_curve
 
 from helpers.browser import load
@@ -175,7 +174,7 @@ def test_the_page_in_a_browser(browser, written, found):
     browser.get_log("browser")  # of pages before
     for width in (1400, 360):
         page = load(browser, written.as_uri(), width)
-        plots = page.find_elements(By.CSS_SELECTOR, ".plot .main-svg")
+        plots = page.find_elements("css selector", ".plot .main-svg")
         assert len(plots) >= 4
         assert page.execute_script("return document.scrollingElement.scrollWidth <= innerWidth")
         assert page.execute_script("return [...document.images].map((image) => image.naturalWidth)") == [24] * 48
