@@ -24,7 +24,8 @@ CLASSES, DIM, BATCH = 3000, 64, 48
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
 def statistics(x, w, y, scale, weights, unit, chunked=False, low=False):
