@@ -41,6 +41,11 @@ class Angular:
         """Value at angles in [0, pi], any shape."""
         return self.of_cosine(theta.cos())
 
+    @property
+    def of_angle(self) -> bool:
+        """Whether it is made of the angle, whose digits near 0 and pi no cosine holds."""
+        return type(self).__call__ is not Angular.__call__
+
     def of_cosine(self, cosines: Tensor) -> Tensor:
         """Value at the angles of these cosines, any shape, in float32 or wider."""
         return self(arccos(cosines))
@@ -64,6 +69,11 @@ class Angular:
     def slope_at(self, values: Tensor, cosines: Tensor) -> Tensor:
         """Derivative by the cosine where the function takes these values, at these cosines; same shape."""
         return self.slope_of_cosine(cosines)
+
+
+def _slope_at(complement: Tensor) -> Tensor:
+    """Derivative of the angle by its cosine from a right angle less the angle, bounded as that of ``arccos``."""
+    return -1 / complement.cos().clamp(min=torch.finfo(complement.dtype).eps ** 0.5)
 
 
 angulars: Registry[Angular] = Registry("angular function", kind=Angular)
@@ -138,8 +148,16 @@ class Linear(Angular):
 
     def cosine_at(self, values: Tensor) -> Tensor:
         """The cosine at which the function takes these values."""
+        return self._complement_at(values).sin()
+
+    def slope_at(self, values: Tensor, cosines: Tensor) -> Tensor:
+        """Derivative by the cosine where the function takes these values, which tell the angle better than cosines."""
+        return _slope_at(self._complement_at(values)) * self.a
+
+    def _complement_at(self, values: Tensor) -> Tensor:
+        """A right angle less the angle at which the function takes these values."""
         middle = self.b + self.a * (math.pi / 2)  # the value at a right angle
-        return ((values - middle) * (-1 / self.a)).clamp(-math.pi / 2, math.pi / 2).sin()
+        return ((values - middle) * (-1 / self.a)).clamp(-math.pi / 2, math.pi / 2)
 
 
 @angulars.register("sigmoid")
@@ -183,19 +201,23 @@ class Sigmoid(Angular):
 
     def cosine_at(self, values: Tensor, k: Tensor | None = None) -> Tensor:
         """The cosine at which the function takes these values; beyond the precision of a saturated value, +-1."""
-        steepness = self.k if k is None else k
-        return (2 * steepness * self._tanh_at(values, k).atanh()).clamp(-math.pi / 2, math.pi / 2).sin()
+        return self._complement_at(values, k).sin()
 
     def slope_at(self, values: Tensor, cosines: Tensor, k: Tensor | None = None) -> Tensor:
         """Derivative by the cosine where the function takes these values, at these cosines."""
         scale = -2 * (self.k if k is None else k) * self._largest(k)
-        return (1 - self._tanh_at(values, k).square()) * arccos_slope(cosines) / scale
+        return (1 - self._tanh_at(values, k).square()) * _slope_at(self._complement_at(values, k)) / scale
 
     def k_slope_at(self, values: Tensor, k: Tensor) -> Tensor:
         """Derivative by ``k`` where the function takes these values."""
         tanh, largest = self._tanh_at(values, k), self._largest(k)
         edge = (1 - largest.square()) * (math.pi / 4) / (k * largest)
         return (edge * tanh - (1 - tanh.square()) * tanh.atanh()) / (k * largest)
+
+    def _complement_at(self, values: Tensor, k: Tensor | None) -> Tensor:
+        """A right angle less the angle at which the function takes these values."""
+        steepness = self.k if k is None else k
+        return (2 * steepness * self._tanh_at(values, k).atanh()).clamp(-math.pi / 2, math.pi / 2)
 
     def _tanh_at(self, values: Tensor, k: Tensor | None) -> Tensor:
         """The tanh of the formula where the function takes these values, short of +-1."""

@@ -536,6 +536,59 @@ def test_gradients_of_single_samples(name, g, weighting):
             agree(found[key][i], grad)
 
 
+# Digits next to 0 and pi.
+
+
+def near(kernels, angle, length=3.0):
+    """Vectors at an angle to kernels, rounded to float32."""
+    other = draw(*kernels.shape)
+    other = other - (other * kernels).sum(1, keepdim=True) / kernels.square().sum(1, keepdim=True) * kernels
+    unit, across = (v / v.norm(dim=1, keepdim=True) for v in (kernels, other))
+    return (length * (math.cos(angle) * unit + math.sin(angle) * across)).float()
+
+
+def angles(x, w):
+    """Angles of rows by their tangent in float64, and the unit vectors across ``x`` in which they grow smaller."""
+    x, w = (v.detach().double() for v in (x, w))
+    product = (x * w).sum(1)
+    across = w - (product / x.square().sum(1)).unsqueeze(1) * x
+    length = across.norm(dim=1)
+    return torch.atan2(length * x.norm(dim=1), product), across / length.unsqueeze(1)
+
+
+NEAR = (0.0, 1e-4, 1e-3, 1e-2, 0.3, math.pi - 1e-2, math.pi - 1e-3, math.pi - 1e-4, math.pi)
+
+
+@pytest.mark.parametrize("compose", [False, True])
+@pytest.mark.parametrize("angle", NEAR)
+def test_linear_layers_keep_the_digits_of_the_angle_to_the_nearest_kernel(angle, compose, monkeypatch):
+    if compose:
+        monkeypatch.setattr(functional, "_by_hand", lambda operator: False)
+    layer = DecoupledLinear(40, 9, operator="sphere", angular="linear", eps=0.0)
+    x = near(layer.weight.detach().double(), angle).requires_grad_()
+    theta, across = angles(x, layer.weight)
+    by_layer, by_operator = layer(x).diagonal(), layer.operator(layer.weight, x)
+    for found in (by_layer, by_operator):
+        agree(found, 1 - 2 * theta / math.pi, atol=4e-7)
+        if 5e-4 < angle < math.pi - 5e-4:  # nearer, the slope of the layer is bounded
+            (grad,) = torch.autograd.grad(found.sum(), x)
+            wanted = 2 / math.pi * across / x.detach().double().norm(dim=1, keepdim=True)
+            assert (grad - wanted).norm(dim=1).max() <= 2e-3 * wanted.norm(dim=1).min()
+
+
+@pytest.mark.parametrize("name", ["sphere", "tanh", "log"])
+def test_the_angle_with_eps_is_that_of_the_formula(name):
+    """Also for long vectors, of which eps is a share that rounding hides."""
+    for length in (0.1, 3.0, 100.0):
+        op = hs.nn.operator(name, angular="linear", eps=1e-4)
+        w = (length * draw(5, 8)).float()
+        for angle in NEAR:
+            x = near(w.double(), angle, length)
+            pairs = zip(w.double(), x.double(), strict=True)
+            wanted = torch.stack([ref.pair(*pair, name, "linear", eps=1e-4) for pair in pairs])
+            agree(op(w, x), wanted, atol=1e-6, rtol=1e-6)
+
+
 # Reductions.
 
 

@@ -132,7 +132,49 @@ def _composed(
         None if kernel_norms is None else kernel_norms.view(shape),
         None if radius is None else radius.view(shape),
     )
-    return y.reshape(products.shape).to(x.dtype), batch_mean
+    y = y.reshape(products.shape).to(x.dtype)
+    if window is None and operator.g.of_angle and len(directions):
+        scaled = None if radius is None else _scaled(radius, mean)
+        nearest, exact = _nearest(products, x, directions, squared_norm, scaled, k, operator, kernel_norms, radius)
+        y = y.scatter(1, nearest, exact.to(y.dtype))
+    return y, batch_mean
+
+
+def _nearest(
+    products: Tensor,
+    x: Tensor,
+    directions: Tensor,
+    squared_norm: Tensor,
+    scaled: Tensor | None,
+    k: Tensor | None,
+    operator: Operator,
+    kernel_norms: Tensor | None = None,
+    radius: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The kernel next to the line of every sample of a linear layer, ``(N, 1)``, and the response of that one.
+
+    A cosine next to 1 or -1 leaves half of the digits of its angle. Unless kernels lie on each other, one of them at
+    most comes there, whose angle is taken of the vectors.
+    """
+    nearest = products.detach().abs().argmax(1)
+
+    def own(of_kernels: Tensor | None) -> Tensor | None:
+        return None if of_kernels is None else of_kernels.expand(len(directions)).index_select(0, nearest).unsqueeze(1)
+
+    direction, x = at_least_float32(directions.index_select(0, nearest)), at_least_float32(x)
+    lost = (1 - direction.square().sum(1)).clamp(min=0)
+    if not operator.eps:
+        lost = lost.round()  # of a kernel of zeros all, of others what rounding has left
+    exact = operator.response(
+        (direction * x).sum(1, keepdim=True),
+        squared_norm,
+        1.0 if scaled is None else own(scaled),  # type: ignore[arg-type]
+        own(k),
+        own(kernel_norms),
+        own(radius),
+        operator.angle(direction, x, squared_norm.squeeze(1), lost).unsqueeze(1),
+    )
+    return nearest.unsqueeze(1), exact
 
 
 def _by_hand(operator: Operator) -> bool:
@@ -250,6 +292,9 @@ class _Decoupled(torch.autograd.Function):
                     k_view,
                 )
                 y[s].copy_(part.reshape(y[s].shape))
+        if window is None and operator.g.of_angle and len(directions):
+            nearest, exact = _nearest(products, x, directions, squared_norm, scaled, k, operator)
+            y.scatter_(1, nearest, exact.to(y.dtype))
         return y, squared_norm, squared_norm.new_empty(0) if batch_mean is None else batch_mean
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from hypersphere import angular as angulars_module
 from hypersphere.angular import Angular, Cosine, Sigmoid
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import EPS, at_least_float32, full_precision
+from hypersphere.geometry import EPS, at_least_float32, full_precision, in_forward_mode, safe_sqrt
 from hypersphere.registry import Registry
 
 Sharing = Literal["filter", "layer", "network"]
@@ -191,7 +191,37 @@ class Operator:
         radius = getattr(self, "radius", 1.0) if radius is None else radius
         with full_precision(x):
             direction, norms = self.direction(w)
-            return self.response((direction * x).sum(-1), x.square().sum(-1), radius, k, norms.squeeze(-1))
+            squared_norm, norms, angles = x.square().sum(-1), norms.squeeze(-1), None
+            if self.g.of_angle:
+                lost = torch.where(is_zero(norms), 1.0, self.eps / norms.square().clamp(min=self.eps))
+                angles = self.angle(direction, x, squared_norm, lost)
+            return self.response((direction * x).sum(-1), squared_norm, radius, k, norms, angles=angles)
+
+    def angle(self, direction: Tensor, x: Tensor, squared_norm: Tensor, lost: Tensor) -> Tensor:
+        r"""Angles of kernels and patches from the vectors themselves, with all digits near 0 and :math:`\pi`.
+
+        The arccos of :math:`\langle w, x\rangle / \sqrt{(\|w\|^2 + \epsilon)(\|x\|^2 + \epsilon)}`, by way of
+        :math:`2 \mp 2\cos\theta = \|\hat w \mp \hat x\|^2 + (1 - \|\hat w\|^2) + (1 - \|\hat x\|^2)`.
+
+        Args:
+            direction: Kernels divided by their norms (:meth:`direction`), ``(..., D)`` in float32 or wider.
+            x: Patches that broadcast against them, ``(..., D)``.
+            squared_norm: Squared norms of the patches, ``(...)``.
+            lost: What the squared norms of ``direction`` are less than 1 by, ``(...)``: the share of ``eps``.
+
+        Returns:
+            Radians, ``(...)``.
+
+        Example:
+            >>> w, x = torch.tensor([1.0, 0.0]), torch.tensor([[5.0, 0.0], [-1.0, 0.0], [1.0, 1e-4]])
+            >>> Sphere(eps=0.0).angle(w, x, x.square().sum(-1), torch.zeros(()))
+            tensor([0.0000e+00, 3.1416e+00, 1.0000e-04])
+        """
+        _, inverse = self.norms(squared_norm)
+        scaled = x * inverse.unsqueeze(-1)
+        lost = lost + torch.where(is_zero(squared_norm), 1.0, self.eps * inverse.square())
+        near, far = ((direction + sign * scaled).square().sum(-1) + lost for sign in (-1, 1))
+        return 2 * torch.atan2(safe_sqrt(near), safe_sqrt(far))
 
     def direction(self, w: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
         r"""Kernels divided by their norms, and these norms :math:`\sqrt{\|w\|^2 + \epsilon}`.
@@ -208,10 +238,9 @@ class Operator:
         squared_norm = w.square().sum(dims, keepdim=True) + self.eps
         zero = is_zero(squared_norm)
         norms = torch.where(zero, 1.0, squared_norm).sqrt()
-        inverse = torch.where(zero, 0.0, 1 / norms)
         if self.weighted_gradients:
-            w = _ScaledGradient.apply(w, norms.detach())
-            inverse = _ScaledGradient.apply(inverse, norms.detach())
+            w, norms = (_scale_gradient(value, norms.detach()) for value in (w, norms))
+        inverse = torch.where(zero, 0.0, 1 / norms)
         return w * inverse, torch.where(zero, 0.0, norms)
 
     def response(
@@ -222,6 +251,7 @@ class Operator:
         k: Tensor | None = None,
         kernel_norms: Tensor | None = None,
         kernel_radius: Tensor | float | None = None,
+        angles: Tensor | None = None,
     ) -> Tensor:
         r"""The operator from products :math:`\langle w / \|w\|, x \rangle` and squared norms :math:`\|x\|^2`.
 
@@ -232,6 +262,7 @@ class Operator:
             k: Steepness of the sigmoid in place of the own one, broadcastable.
             kernel_norms: Norms of the kernels, for a ``weighting`` other than ``"none"``; broadcastable.
             kernel_radius: Radius for the kernels with ``weighting="separate"``; by default ``radius``.
+            angles: The angles, where they are known better than by the cosines (:meth:`angle`).
 
         Returns:
             The shape of ``products``.
@@ -249,7 +280,8 @@ class Operator:
         if type(self.angular) is Cosine:  # one pass over the products, not three
             return products * (h * inverse)
         # In this order the result has the memory format of the products.
-        return self.angle_value(products * inverse, k) * torch.where(is_zero(squared_norm), 0.0, h)
+        value = self.angle_value(products * inverse, k) if angles is None else self._at(angles, k)
+        return value * torch.where(is_zero(squared_norm), 0.0, h)
 
     def norms(self, squared_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Norms and their inverses from squared norms; for the zero vector some number above 0, and 0."""
@@ -259,6 +291,11 @@ class Operator:
             squared = torch.where(zero, 1.0, squared)
         t = squared.sqrt()
         return t, torch.where(zero, 0.0, 1 / t)
+
+    def _at(self, angles: Tensor, k: Tensor | None) -> Tensor:
+        g: Any = self.g
+        value: Tensor = g(angles) if k is None else g(angles, k)
+        return value
 
     def angle_value(self, cosines: Tensor, k: Tensor | None = None) -> Tensor:
         """Angular function at the angles of these cosines."""
@@ -512,6 +549,15 @@ def _sech_squared(u: Tensor) -> Tensor:
     """1 - tanh^2 without cancellation for large arguments."""
     decayed = (-2 * u.abs()).exp()
     return 4 * decayed / (1 + decayed).square()
+
+
+def _scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
+    """The first argument, whose derivatives are multiplied by the second."""
+    if in_forward_mode():
+        fixed = x.detach()
+        return fixed + (x - fixed) * scale
+    scaled: Tensor = _ScaledGradient.apply(x, scale)
+    return scaled
 
 
 class _ScaledGradient(torch.autograd.Function):
