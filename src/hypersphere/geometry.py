@@ -223,6 +223,11 @@ def in_forward_mode() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
+def transformed() -> bool:
+    """Whether ``torch.func`` or forward mode is at work, which look into plain operations only."""
+    return torch._C._are_functorch_transforms_active() or in_forward_mode()
+
+
 def arccos_slope(cosines: Tensor) -> Tensor:
     r"""Derivative of :func:`arccos`: :math:`-1/\sqrt{1 - c^2}`, bounded near :math:`c = \pm 1`.
 

@@ -83,6 +83,43 @@ def test_collapsed_vectors_keep_their_digits(n):
     assert float((gradient - wanted_gradient).norm() / wanted_gradient.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{"beta": True}, {"eps": 1e-6}, {"half_space": True, "beta": True}, {}])
+def test_near_pairs_keep_their_digits_with_and_without_a_graph(dtype, options):
+    gap = 1e-2 if dtype == torch.float32 else 3e-6
+    x = torch.randn(5, 7, dtype=torch.float64)
+    away = x[2] - (x[2] @ x[0]) / (x[0] @ x[0]) * x[0]
+    x[1] = 3 * (x[0] + gap * x[0].norm() * away / away.norm())
+    x = x.to(dtype)
+    beta = torch.tensor([1.5, 1.5, 0.7, 1.0, 2.0]) if options.get("beta") else None
+    found = []
+    for device in ("cpu", "cuda"):
+        leaf = x.to(device).requires_grad_()
+        where = None if beta is None else beta.to(device)
+        value = hs.energy.hyperspherical_energy(leaf, **{**options, "beta": where})
+        found.append(
+            [
+                torch.autograd.grad(value, leaf, create_graph=graph, retain_graph=True)[0].detach().cpu()
+                for graph in (False, True)
+            ]
+        )
+    (wanted, _), others = found
+    for gradient in (found[0][1], *others):
+        assert float((gradient - wanted).norm() / wanted.norm()) < 30 * torch.finfo(dtype).eps / gap
+
+
+def test_near_pairs_of_weighted_vectors_wait_for_nothing():
+    x = torch.randn(300, 16, device="cuda", requires_grad=True)
+    rows = torch.cat([x, x + 1e-3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        energy = hs.energy.hyperspherical_energy(rows, beta=torch.ones_like(rows[:, 0]))
+        torch.autograd.grad(energy + hs.energy.OrthoReg()(rows), x)
+        torch.autograd.grad(hs.energy.batch_versus_all(rows, torch.arange(64, device="cuda")), x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("n", [200, 5000])
 def test_nothing_waits_and_a_graph_replays(n):
     x = torch.randn(n, 64, device="cuda", requires_grad=True)

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, batches, energies, gather
+from hypersphere.energy.chords import smooth_directions
 from hypersphere.energy.layers import Neurons, Selection
-from hypersphere.energy.pairs import pair_counts, pair_sums, smooth_directions
+from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.projections import ProjectionBank, uncompiled
 from hypersphere.errors import ArgumentError, check_choice, check_range

@@ -5,6 +5,8 @@ Few vectors: cosines by a float32 product, then one kernel that turns them, in p
 Many vectors: product, values and slopes are one kernel on fp16 copies of the unit vectors (as many digits as TF32, at
 twice the rate), and the gradient is a product of fp16 slopes with them. Pairs that are closer than the products can
 tell, or whose slopes fp16 cannot hold, are left out of that and done in float32 in the same kernel, from differences.
+
+Whatever else the torch code computes on these devices takes its short chords from :func:`correct`, without waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hypersphere import geometry
-from hypersphere.energy import pairs
+from hypersphere.energy import chords
 from hypersphere.energy.potentials import Gaussian, Potential, Riesz
 
 MANY = 4096
@@ -34,7 +36,7 @@ PANEL_ELEMENTS = 2**25
 FEW_ROWS, FEW_COLUMNS = 32, 64
 NEAR = 0.2
 """Squared chords below this are found from differences, where cosines come from fp16 or TF32 products."""
-FLOOR = tl.constexpr(pairs.FLOOR[torch.float32])
+FLOOR = tl.constexpr(chords.FLOOR[torch.float32])
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HALF_RANGE = 3e4
 """Largest slope that is kept in fp16, in units of that of orthogonal vectors."""
@@ -118,17 +120,22 @@ def _terms(q, p, s, scale, offset, factor, KIND: tl.constexpr, SHAPE: tl.constex
 
 
 @triton.jit
-def _from_differences(q, units, i, j, n, dim, near, BOTH: tl.constexpr):
+def _from_differences(
+    q, left, right, i, j, m, n, dim, left_gaps, right_gaps, near, BOTH: tl.constexpr, PADDED: tl.constexpr
+):
     """Squared chords, also with mirror images, the short ones computed once more without cancellation."""
     p = 4 - q
     close = tl.zeros_like(q)
-    opposite = tl.zeros_like(q)
-    left = units + i.to(tl.int64) * dim
-    right = units + j.to(tl.int64) * dim
+    if PADDED:
+        close += tl.load(left_gaps + i, mask=i < m, other=0.0)[:, None]
+        close += tl.load(right_gaps + j, mask=j < n, other=0.0)[None, :]
+    opposite = close
+    left += i.to(tl.int64) * dim
+    right += j.to(tl.int64) * dim
     for start in range(0, dim, 8):
         for step in tl.static_range(8):  # loads that do not wait for each other
             k = start + step
-            a = tl.load(left + k, mask=(i < n) & (k < dim), other=0.0)[:, None]
+            a = tl.load(left + k, mask=(i < m) & (k < dim), other=0.0)[:, None]
             b = tl.load(right + k, mask=(j < n) & (k < dim), other=0.0)[None, :]
             close += (a - b) * (a - b)
             if BOTH:
@@ -136,6 +143,45 @@ def _from_differences(q, units, i, j, n, dim, near, BOTH: tl.constexpr):
     if BOTH:
         p = tl.where(p < near, opposite, p)
     return tl.where(q < near, close, q), p
+
+
+@triton.jit
+def _near_kernel(
+    squared,
+    mirrored,
+    left,
+    right,
+    left_gaps,
+    right_gaps,
+    m,
+    n,
+    dim,
+    left_stride,
+    right_stride,
+    near,
+    BOTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Squared chords ``(b, m, n)``, and those with mirror images, without cancellation, in place."""
+    batch = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (i < m)[:, None] & (j < n)[None, :]
+    place = (batch * m + i[:, None]) * n + j[None, :]
+    q = tl.load(squared + place, mask=inside, other=2.0)
+    narrow = tl.minimum(q, 4 - q) if BOTH else q
+    if tl.min(narrow) < near:
+        left += batch * left_stride
+        right += batch * right_stride
+        if PADDED:
+            left_gaps += batch * m
+            right_gaps += batch * n
+        q, p = _from_differences(q, left, right, i, j, m, n, dim, left_gaps, right_gaps, near, BOTH, PADDED)
+        tl.store(squared + place, q, mask=inside)
+        if BOTH:
+            tl.store(mirrored + place, p, mask=inside)
 
 
 @triton.jit
@@ -179,6 +225,7 @@ def _few_kernel(
     cosines,
     units,
     valid,
+    gaps,
     partial,
     n,
     dim,
@@ -193,7 +240,7 @@ def _few_kernel(
     SHAPE: tl.constexpr,
     HALF: tl.constexpr,
     BOTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -210,11 +257,11 @@ def _few_kernel(
     pair = inside & (i[:, None] != j[None, :]) & (both > 0)
     q = tl.where(pair, q, 2.0)
     p = 4 - q
-    if EXACT:
-        narrow = tl.minimum(q, p) if BOTH else q
-        if tl.min(narrow) < near:
-            here = units + batch.to(tl.int64) * n * dim
-            q, p = _from_differences(q, here, i, j, n, dim, near, BOTH)
+    narrow = tl.minimum(q, p) if BOTH else q
+    if tl.min(narrow) < near:
+        here = units + batch.to(tl.int64) * n * dim
+        short = gaps + batch * n
+        q, p = _from_differences(q, here, here, i, j, n, n, dim, short, short, near, BOTH, PADDED)
     value, slope = _terms(q, p, s, scale, offset, factor, KIND, SHAPE, HALF)
     tl.store(place, tl.where(pair, slope, 0.0), mask=inside)
     program = (batch * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
@@ -238,6 +285,7 @@ def _many_kernel(
     half,
     units,
     valid,
+    gaps,
     slopes,
     gradient,
     partial,
@@ -257,7 +305,7 @@ def _many_kernel(
     SHAPE: tl.constexpr,
     HALF: tl.constexpr,
     BOTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    PADDED: tl.constexpr,
     GRAD: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
@@ -297,8 +345,7 @@ def _many_kernel(
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         tl.store(place, tl.where(far, slope * strength, 0.0).to(tl.float16), mask=inside)
     if tl.min(narrow) < near:
-        if EXACT:
-            q, p = _from_differences(q, units, i, j, n, dim, near, BOTH)
+        q, p = _from_differences(q, units, units, i, j, n, n, dim, gaps, gaps, near, BOTH, PADDED)
         value, slope = _terms(q, p, s, scale, offset, factor, KIND, SHAPE, HALF)
         nearby = pair & (narrow < near)
         total += tl.sum(tl.where(nearby, value, 0.0))
@@ -311,14 +358,9 @@ def _many_kernel(
 
 
 def usable(vectors: Tensor, potential: Potential, beta: Tensor | None) -> bool:
-    """Whether these kernels serve: float32 on the current device of CUDA, a potential known here, no weights."""
+    """Whether these kernels serve: float32, a potential known here, no weights."""
     return (
-        vectors.dtype == torch.float32
-        and torch.version.hip is None
-        and vectors.device.index == torch.cuda.current_device()
-        and vectors.numel() > 0
-        and beta is None
-        and type(potential) in (Riesz, Gaussian)
+        vectors.dtype == torch.float32 and vectors.numel() > 0 and beta is None and type(potential) in (Riesz, Gaussian)
     )
 
 
@@ -333,24 +375,62 @@ def _constants(potential: Potential) -> tuple[int, int, float, float, float, flo
     return kind, int(potential.angular), potential.s, scale, potential.offset, factor
 
 
+def correct(q: Tensor, p: Tensor | None, rows: Tensor, columns: Tensor, gaps: tuple[Tensor, Tensor] | None) -> None:
+    """Squared chords ``(b, m, n)`` found from products, and those with mirror images: the short ones anew, in place.
+
+    Args:
+        q: Squared chords.
+        p: Those with the mirror images.
+        rows: Directions ``(b, m, d)``.
+        columns: Directions ``(b, n, d)``.
+        gaps: What the squared lengths of both fall short of 1 ``(b, m, 1)`` and ``(b, n, 1)``, where they do.
+    """
+    batch, m, n = q.shape
+    rows, columns = (x if x[0].is_contiguous() else x.contiguous() for x in (rows, columns))
+    short = (rows, columns) if gaps is None else tuple(gap.contiguous() for gap in gaps)
+    _near_kernel[(triton.cdiv(m, FEW_ROWS), triton.cdiv(n, FEW_COLUMNS), batch)](
+        q,
+        q if p is None else p,
+        rows,
+        columns,
+        *short,
+        m,
+        n,
+        rows.shape[2],
+        rows.stride(0),
+        columns.stride(0),
+        _near(),
+        BOTH=p is not None,
+        PADDED=gaps is not None,
+        ROWS=FEW_ROWS,
+        COLUMNS=FEW_COLUMNS,
+    )
+
+
+def _near() -> float:
+    """The squared chord below which those from products are not good enough."""
+    return NEAR if geometry.tf32_products() else chords.NEAR
+
+
 def tiled(
-    units: Tensor, valid: Tensor, potential: Potential, half_space: bool, exact: bool, grad: bool
+    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Sums over ordered pairs ``(b,)`` in float64, and their gradient by the units ``(b, n, d)``.
 
     Args:
         units: Directions ``(b, n, d)`` in float32, zero where there is none.
         valid: 1 where there is one ``(b, n)``.
+        gaps: What the squared lengths of the directions fall short of 1 ``(b, n, 1)``, where they do.
         potential: What a pair adds.
         half_space: Whether mirror images count.
-        exact: Whether the directions have length 1, so that differences tell their distance.
         grad: Whether the gradient is wanted.
     """
     _, n, dim = units.shape
     steep = isinstance(potential, Riesz) and not -1 <= potential.s <= LARGEST_S
     if n < MANY or dim < LEAST_DIM or steep:
-        return _few(units, valid, potential, half_space, exact, grad)
-    found = [_many(u, v, potential, half_space, exact, grad) for u, v in zip(units, valid, strict=True)]
+        return _few(units, valid, gaps, potential, half_space, grad)
+    short = [None] * len(units) if gaps is None else gaps
+    found = [_many(u, v, g, potential, half_space, grad) for u, v, g in zip(units, valid, short, strict=True)]
     if len(found) == 1:
         return found[0][0].view(1), found[0][1].view(units.shape if grad else 0)
     return torch.stack([total for total, _ in found]), torch.stack([gradient for _, gradient in found])
@@ -374,12 +454,11 @@ def tangent(gradient: Tensor, units: Tensor, inverse: Tensor, factor: Tensor) ->
 
 
 def _few(
-    units: Tensor, valid: Tensor, potential: Potential, half_space: bool, exact: bool, grad: bool
+    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
 ) -> tuple[Tensor, Tensor]:
     batch, n, dim = units.shape
     kind, shape, *constants = _constants(potential)
-    units, valid = units.contiguous(), valid.contiguous()
-    near = NEAR if geometry.tf32_products() else pairs.NEAR
+    units, valid, gaps = units.contiguous(), valid.contiguous(), None if gaps is None else gaps.contiguous()
     step = min(max(PANEL_ELEMENTS // (batch * n), 1), n)
     sums, gradients = [], []
     for first in range(0, n, step):
@@ -391,18 +470,19 @@ def _few(
             cosines,
             units,
             valid,
+            valid if gaps is None else gaps,
             partial,
             n,
             dim,
             first,
             rows,
-            near,
+            _near(),
             *constants,
             KIND=kind,
             SHAPE=shape,
             HALF=half_space,
             BOTH=half_space or shape == 1,
-            EXACT=exact,
+            PADDED=gaps is not None,
             ROWS=FEW_ROWS,
             COLUMNS=FEW_COLUMNS,
         )
@@ -427,12 +507,12 @@ def _strength(potential: Potential) -> tuple[float, float]:
 
 
 def _many(
-    units: Tensor, valid: Tensor, potential: Potential, half_space: bool, exact: bool, grad: bool
+    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
 ) -> tuple[Tensor, Tensor]:
     n, dim = units.shape
     kind, shape, *constants = _constants(potential)
     strength, near = _strength(potential)
-    units, valid = units.contiguous(), valid.contiguous()
+    units, valid, gaps = units.contiguous(), valid.contiguous(), None if gaps is None else gaps.contiguous()
     width = triton.cdiv(dim, DEPTH) * DEPTH
     # Zero rows and columns fill up the last tiles, so that no load needs a mask.
     half = torch.zeros(triton.cdiv(n, TILE) * TILE, width, dtype=torch.float16, device=units.device)
@@ -452,6 +532,7 @@ def _many(
                 half,
                 units,
                 valid,
+                valid if gaps is None else gaps,
                 slopes,
                 gradient,
                 partial,
@@ -468,7 +549,7 @@ def _many(
                 SHAPE=shape,
                 HALF=half_space,
                 BOTH=half_space or shape == 1,
-                EXACT=exact,
+                PADDED=gaps is not None,
                 GRAD=grad,
                 WIDTH=width,
                 TILE=TILE,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import energies
+from hypersphere.energy.chords import present
 from hypersphere.energy.layers import Selection, select
 from hypersphere.energy.mhe import MHE
-from hypersphere.energy.pairs import present
 from hypersphere.errors import check_choice
 from hypersphere.selection import Output
 

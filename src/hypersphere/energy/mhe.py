@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies
+from hypersphere.energy.chords import present
 from hypersphere.energy.layers import Selection
-from hypersphere.energy.pairs import pair_sums, present
+from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, check_choice, check_range

@@ -5,120 +5,163 @@ The inter-class term of SphereFace+ is :func:`batch_versus_all`; :class:`InterCl
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hypersphere.energy.chords import FLOOR, directions, present, smooth_chords, smooth_directions, squared_chords
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.pairs import FLOOR, directions, present, smooth_directions, tile_terms
+from hypersphere.energy.pairs import tile_terms
 from hypersphere.energy.potentials import Potential, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, full_precision, normalise
+from hypersphere.geometry import at_least_float32, full_precision, normalise, transformed
 
 CHUNK_ELEMENTS = 2**23
 """Pairs computed at a time."""
 
 
-def _squared_chords(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared chords of unit vectors and with mirror images ``(b, m, n)``; float32 on a CPU by products in float64."""
-    if a.dtype != torch.float32 or a.device.type != "cpu":
-        q = 2 - 2 * (a @ b.mT)
-        return q, 4 - q
-    left, right = a.double(), b.double()
-    lengths = left.square().sum(-1, keepdim=True) + right.square().sum(-1).unsqueeze(-2)
-    products = 2 * (left @ right.mT)
-    return (lengths - products).float(), (lengths + products).float()
+def _sweep(
+    anchors: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], own: Tensor, potential: Potential, half_space: bool
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time: which, and values and slopes of their pairs with all anchors ``(b, m, some)``."""
+    (a, a_inverse), (r, r_inverse) = anchors, rows
+    step = max(CHUNK_ELEMENTS // max(a.shape[0] * a.shape[1], 1), 1)
+    for start in range(0, r.shape[1], step):
+        part = slice(start, start + step)
+        places = torch.arange(start, min(start + step, r.shape[1]), device=a.device)
+        counted = (own.unsqueeze(-1) != places) & (r_inverse[:, part] != 0).mT & (a_inverse != 0)
+        q, p = squared_chords(a, r[:, part], own=own - start, mirrored=half_space)
+        value, slope = tile_terms(q, p, potential, None, FLOOR[a.dtype])
+        yield part, torch.where(counted, value, 0.0), torch.where(counted, slope, 0.0)
+
+
+def _sums(
+    anchors: Tensor, rows: Tensor, own: Tensor, share: Tensor | None, potential: Potential, half_space: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Sums of the anchors ``(b, m)`` in float64, and, where shares ``(b, m)`` are given, gradients of what is shared.
+
+    The pairs are never held at once.
+    """
+    a, r = directions(anchors, 0.0), directions(rows, 0.0)
+    total = torch.zeros(anchors.shape[:2], dtype=torch.float64, device=anchors.device)
+    by = [torch.zeros_like(a[0]), torch.zeros_like(r[0])]
+    for part, value, slope in _sweep(a, r, own, potential, half_space):
+        total += value.sum(2, dtype=torch.float64)
+        if share is not None:
+            force = -2 * slope * share.unsqueeze(2)
+            by[0] += force @ r[0][:, part]
+            by[1][:, part] = force.mT @ a[0]
+    if share is None:
+        return total, ()
+    return total, tuple(
+        (gradient - (gradient * units).sum(-1, keepdim=True) * units) * inverse
+        for gradient, (units, inverse) in zip(by, (a, r), strict=True)
+    )
 
 
 class _CrossSums(torch.autograd.Function):
-    """Forward finds sum and gradient together, some rows at a time: the pairs are never held at once."""
+    """Sums of the anchors; where their weights are known, forward finds the gradients in the same pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchors: Tensor, rows: Tensor, own: Tensor, weights: Tensor, potential: Potential, half_space: bool
+        ctx: Any,
+        anchors: Tensor,
+        rows: Tensor,
+        own: Tensor,
+        weights: Tensor | None,
+        potential: Potential,
+        half_space: bool,
     ) -> Tensor:
-        (a, a_inverse), (r, r_inverse) = directions(anchors, 0.0), directions(rows, 0.0)
-        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-        by_a, by_r = torch.zeros_like(a), torch.zeros_like(r)
-        step = max(CHUNK_ELEMENTS // max(a.shape[0] * a.shape[1], 1), 1)
-        for start in range(0, r.shape[1], step):
-            part, inverse = r[:, start : start + step], r_inverse[:, start : start + step]
-            places = torch.arange(start, start + part.shape[1], device=a.device)
-            counted = (own.unsqueeze(-1) != places) & (inverse != 0).mT & (a_inverse != 0)
-            q, p = (torch.where(counted, chords, 2.0) for chords in _squared_chords(a, part))
-            share = torch.where(counted, weights.unsqueeze(2), 0.0)
-            value, slope = tile_terms(q, potential, half_space, None, FLOOR[a.dtype], p)
-            total += (value * share).sum((1, 2), dtype=torch.float64)
-            slope = -2 * slope * share
-            if anchors.requires_grad:
-                by_a += slope @ part
-            if rows.requires_grad:
-                by_r[:, start : start + step] = slope.mT @ a
-        gradients = (
-            (by - (by * x).sum(-1, keepdim=True) * x) * i for by, x, i in ((by_a, a, a_inverse), (by_r, r, r_inverse))
-        )
+        total, gradients = _sums(anchors, rows, own, weights, potential, half_space)
         ctx.save_for_backward(anchors, rows, own, weights, *gradients)
         ctx.options = (potential, half_space)
-        return total.to(a.dtype)
+        return (total if weights is None else (total * weights).sum(1)).to(anchors.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        anchors, rows, own, weights, *gradients = ctx.saved_tensors
+        anchors, rows, own, weights, *known = ctx.saved_tensors
+        gradients: Sequence[Tensor | None]
         if torch.is_grad_enabled():
-            with full_precision(anchors):
-                # Views, so that each has a gradient of its own even where anchors are the rows.
-                inputs = [x.view_as(x) for x in (anchors, rows)]
-                total = _dense(inputs[0], inputs[1], own, weights, *ctx.options).sum()
-                wanted = [index for index in (0, 1) if inputs[index].requires_grad]
-                found = torch.autograd.grad(total, [inputs[index] for index in wanted], create_graph=True)
-                for index, gradient in zip(wanted, found, strict=True):
-                    gradients[index] = gradient
-        grad = grads[0].view(-1, 1, 1)
-        return gradients[0] * grad, gradients[1] * grad, None, None, None, None
+            gradients = _smooth_gradients(grads[0], anchors, rows, own, weights, *ctx.options)
+        elif weights is None:
+            gradients = _sums(anchors, rows, own, grads[0], *ctx.options)[1]
+        else:
+            gradients = [gradient * grads[0].view(-1, 1, 1) for gradient in known]
+        return gradients[0], gradients[1], None, None, None, None
+
+
+def _smooth_gradients(
+    grad: Tensor,
+    anchors: Tensor,
+    rows: Tensor,
+    own: Tensor,
+    weights: Tensor | None,
+    potential: Potential,
+    half_space: bool,
+) -> list[Tensor | None]:
+    """The same gradients as part of a graph that goes on."""
+    with full_precision(anchors):
+        # Views, so that each has a gradient of its own even where anchors are the rows.
+        inputs = [x.view_as(x) for x in (anchors, rows)]
+        total = _dense(inputs[0], inputs[1], own, weights, potential, half_space)
+        wanted = [index for index in (0, 1) if inputs[index].requires_grad]
+        found = torch.autograd.grad(total, [inputs[index] for index in wanted], grad, create_graph=True)
+    gradients: list[Tensor | None] = [None, None]
+    for index, gradient in zip(wanted, found, strict=True):
+        gradients[index] = gradient
+    return gradients
 
 
 def _dense(
-    anchors: Tensor, rows: Tensor, own: Tensor, weights: Tensor, potential: Potential, half_space: bool
+    anchors: Tensor, rows: Tensor, own: Tensor, weights: Tensor | None, potential: Potential, half_space: bool
 ) -> Tensor:
     """The same sums by plain differentiable code that keeps every pair: what derivatives of the gradient need."""
     places = torch.arange(rows.shape[1], device=rows.device)
     counted = (own.unsqueeze(-1) != places) & present(anchors).unsqueeze(2) & present(rows).unsqueeze(1)
-    q = 2 - 2 * smooth_directions(anchors) @ smooth_directions(rows).mT
+    q, p = smooth_chords(smooth_directions(anchors), smooth_directions(rows), own=own, mirrored=half_space)
     floor = FLOOR[q.dtype]
-    total = torch.zeros_like(q)
-    for chord in (q, 4 - q) if half_space else (q,):
-        total = total + potential(torch.where(counted & (chord >= floor), chord, floor))
-    share = torch.where(counted, weights.unsqueeze(2), 0.0)
-    return (total * share).sum((1, 2)) * (2 if half_space else 1)
+    total = anchors.new_zeros(anchors.shape[:2], dtype=torch.float64)
+    for squared in (q,) if p is None else (q, p):
+        value = potential(torch.where(counted & (squared >= floor), squared, floor))
+        total = total + torch.where(counted, value, 0.0).sum(2, dtype=torch.float64)
+    total = total if p is None else 2 * total
+    return (total if weights is None else (total * weights).sum(1)).to(anchors.dtype)
 
 
 def cross_sums(
     anchors: Tensor,
     rows: Tensor,
     own: Tensor,
-    weights: Tensor,
     potential: Potential,
     half_space: bool = False,
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    r"""Weighted sum of a potential over pairs of anchors and rows, :math:`\sum_i a_i \sum_{j \ne y_i} f(q_{ij})`.
+    r"""Sums of a potential over pairs of an anchor with the rows, :math:`\sum_{j \ne y_i} f(q_{ij})`, of each anchor.
+
+    No matrix of all pairs is kept unless a derivative of the gradient is wanted.
 
     Args:
         anchors: ``(b, m, d)`` in float32 or float64; zero vectors are left out.
         rows: ``(b, n, d)``; zero vectors are left out.
         own: ``(m,)`` or ``(b, m)``, the row :math:`y_i` that an anchor is not compared with.
-        weights: ``(b, m)`` weights :math:`a_i` of the anchors; constants.
         potential: f, of the squared chord.
         half_space: Take :math:`2 (f(q) + f(4 - q))`: pairs of vectors and mirror images, without a vector's own.
+        weights: ``(b, m)``, constants :math:`a_i`: the weighted sum over the anchors is wanted, which spares a pass.
 
     Returns:
-        ``(b,)``.
+        ``(b, m)``; with weights ``(b,)``.
 
     Example:
         >>> rows = torch.eye(3).unsqueeze(0)
-        >>> cross_sums(rows[:, :1], rows, torch.tensor([0]), torch.ones(1, 1), Riesz(2.0))
-        tensor([1.])
+        >>> cross_sums(rows[:, :2], rows, torch.tensor([0, 1]), Riesz(2.0))
+        tensor([[1., 1.]])
     """
+    if transformed():
+        with full_precision(anchors):
+            return _dense(anchors, rows, own, weights, potential, half_space)
     total: Tensor = _CrossSums.apply(anchors, rows, own, weights, potential, half_space)
     return total
 
@@ -178,7 +221,7 @@ def batch_versus_all(
         potential = Riesz(s, angular)
         others = rows.detach() if gradient == "anchor" else rows
         total = cross_sums(
-            anchors.unsqueeze(0), others.unsqueeze(0), own, share.unsqueeze(0), potential, half_space
+            anchors.unsqueeze(0), others.unsqueeze(0), own, potential, half_space, weights=share.unsqueeze(0)
         ).squeeze(0)
         n = valid.sum()
         if half_space:  # of the four signs of a pair two have the anchor's own; its mirror image is a vector, too

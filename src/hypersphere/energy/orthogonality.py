@@ -8,18 +8,16 @@ neurons n than inputs d, products of inputs ``(d, d)`` give what products of neu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hypersphere.energy.base import Regulariser, energies
+from hypersphere.energy.chords import present
 from hypersphere.energy.layers import Neurons
-from hypersphere.energy.minibatch import cross_sums
-from hypersphere.energy.pairs import present
-from hypersphere.energy.potentials import Potential
+from hypersphere.energy.pairs import pair_sums
+from hypersphere.energy.potentials import Softplus
 from hypersphere.errors import check_choice, check_range
 from hypersphere.geometry import normalise, safe_sqrt
 
@@ -165,19 +163,6 @@ class SRIP(_Orthogonality):
         return f"{super().extra_repr()}, iterations={self.iterations}, start={self.start!r}"
 
 
-@dataclass(frozen=True)
-class _Softplus(Potential):
-    r""":math:`\log(1 + \exp(L(c - 1)))` of a cosine :math:`c = 1 - q/2`."""
-
-    steepness: float = 10.0
-
-    def __call__(self, q: Tensor) -> Tensor:
-        return F.softplus(-self.steepness / 2 * q, threshold=50)
-
-    def slope(self, q: Tensor) -> Tensor:
-        return -self.steepness / 2 * (-self.steepness / 2 * q).sigmoid()
-
-
 @energies.register("orthoreg")
 class OrthoReg(Regulariser):
     r"""OrthoReg: :math:`\sum_{i \ne j} \log(1 + \exp(L (c_{ij} - 1)))`, which pushes acute angles apart.
@@ -196,20 +181,15 @@ class OrthoReg(Regulariser):
 
     def __init__(self, *, steepness: float = 10.0, hidden_weight: float = 1.0, output_weight: float = 1.0) -> None:
         super().__init__(hidden_weight=hidden_weight, output_weight=output_weight)
-        check_range("steepness", steepness, 0, open_low=True)
-        self.steepness = steepness
+        self.potential = Softplus(steepness)
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Sum over the ordered pairs of each matrix of a batch."""
-        own = torch.arange(vectors.shape[1], device=vectors.device)
-        # The same tensor twice would break the graph of compiled code.
-        return cross_sums(
-            vectors, vectors.view_as(vectors), own, torch.ones_like(vectors[..., 0]), _Softplus(self.steepness)
-        )
+        return pair_sums(vectors, self.potential)
 
     def extra_repr(self) -> str:
         """The options."""
-        return f"steepness={self.steepness:g}"
+        return f"steepness={self.potential.steepness:g}"
 
 
 @energies.register("cosine-sum")

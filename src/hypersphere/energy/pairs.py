@@ -8,7 +8,6 @@ zero rows and columns, which change nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
@@ -17,82 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hypersphere.energy import chords
+from hypersphere.energy.chords import FLOOR, directions, present, smooth_chords, smooth_directions, squared_chords
 from hypersphere.energy.potentials import Potential, decode
-from hypersphere.geometry import full_precision
+from hypersphere.geometry import full_precision, transformed
 
-FLOOR = {torch.float32: 1e-6, torch.float64: 1e-12}
-"""Least squared chord: closer pairs count as that far apart and have no gradient."""
-NEAR = 0.01
-"""Squared chords below this are computed once more from differences: ``2 - 2 cos`` has lost their digits."""
-FEW_NEAR = 2048
-"""Pairs of a matrix up to which that is done one by one."""
 TILE = 512
 TILE_ELEMENTS = 2**20
 """Largest tile of the torch code, over the batch: what stays in a processor's cache."""
 GPU_TILE_ELEMENTS = 2**26
 
 
-def directions(vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Unit vectors ``(b, n, d)``, and what a gradient by them is multiplied with ``(b, n, 1)``: 0 for zero vectors."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    inverse = torch.where(squared > torch.finfo(vectors.dtype).tiny, (squared + eps).rsqrt(), 0.0)
-    return vectors * inverse, inverse
-
-
-def present(vectors: Tensor) -> Tensor:
-    """Which rows of ``(..., n, d)`` have a direction, ``(..., n)``."""
-    return vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny
-
-
-def smooth_directions(vectors: Tensor, eps: float = 0.0) -> Tensor:
-    """Unit vectors of the rows ``(..., n, d)``, differentiable as often as one likes; zero rows stay zero."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    valid = present(vectors).unsqueeze(-1)
-    return vectors * torch.where(valid, (torch.where(valid, squared, 1.0) + eps).rsqrt(), 0.0)
-
-
-def separation(rows: Tensor, columns: Tensor, exact: bool, mirrored: bool) -> tuple[Tensor, Tensor | None]:
-    """Squared chords of a tile and, mirrored, those with the mirror images; short ones from differences."""
-    q = torch.matmul(rows, columns.mT).mul_(-2).add_(2)
-    p = 4 - q if mirrored else None
-    if exact and q.dtype == torch.float32 and q.device.type == "cpu" and q.numel():
-        _correct(q, rows, columns, 1)
-        if p is not None:
-            _correct(p, rows, columns, -1)
-    return q, p
-
-
-def _correct(squared: Tensor, rows: Tensor, columns: Tensor, sign: int) -> None:
-    """Compute the short ones of squared distances once more, in place: alone where they are few, else all."""
-    if squared.amin() >= NEAR:
-        return
-    near = squared < NEAR
-    if int(near.sum()) <= squared.shape[0] * FEW_NEAR:
-        matrix, i, j = near.nonzero(as_tuple=True)
-        squared[matrix, i, j] = (rows[matrix, i] - sign * columns[matrix, j]).square().sum(1)
-    else:
-        a, b = rows.double(), columns.double()
-        lengths = a.square().sum(-1, keepdim=True) + b.square().sum(-1).unsqueeze(-2)
-        torch.where(near, (lengths - 2 * sign * (a @ b.mT)).to(squared.dtype), squared, out=squared)
-
-
 def tile_terms(
     q: Tensor,
+    p: Tensor | None,
     potential: Potential,
-    half_space: bool,
     spread: tuple[Tensor, Tensor] | None,
     floor: float,
-    p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values of the pairs of a tile, and their derivatives by the squared chord.
 
     Args:
         q: Squared chords.
+        p: In half space those with the mirror images, which count as well.
         potential: What a pair adds.
-        half_space: Add the pair with the mirror image.
         spread: Of weighted vectors: squared difference and product of the two weights.
         floor: Least squared distance.
-        p: Squared chords with the mirror images, where ``4 - q`` would lose digits.
     """
 
     def one(squared: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,14 +52,20 @@ def tile_terms(
         return value, slope if spread is None else slope * spread[1]
 
     value, slope = one(q)
-    if half_space:
-        mirrored, mirrored_slope = one(4 - q if p is None else p)
+    if p is not None:
+        mirrored, mirrored_slope = one(p)
         value, slope = value.add_(mirrored).mul_(2), slope.sub_(mirrored_slope).mul_(2)
     return value, slope
 
 
 def _tiled(
-    units: Tensor, valid: Tensor, beta: Tensor | None, potential: Potential, half_space: bool, exact: bool, grad: bool
+    units: Tensor,
+    valid: Tensor,
+    beta: Tensor | None,
+    gaps: Tensor | None,
+    potential: Potential,
+    half_space: bool,
+    grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Sums ``(b,)`` in float64, and their gradient by the units ``(b, n, d)`` but for the part along them."""
     batch, n, _ = units.shape
@@ -122,15 +77,14 @@ def _tiled(
     for i in range(0, n, tile):
         for j in range(i, n, tile):
             rows, columns = units[:, i : i + tile], units[:, j : j + tile]
-            q, p = separation(rows, columns, exact, half_space)
-            if i == j:
-                for chords in (q,) if p is None else (q, p):
-                    chords.diagonal(dim1=-2, dim2=-1).fill_(2.0)
+            short = None if gaps is None else (gaps[:, i : i + tile], gaps[:, j : j + tile])
+            own = torch.arange(rows.shape[1], device=units.device) if i == j else None
+            q, p = squared_chords(rows, columns, own=own, mirrored=half_space, gaps=short, look=True)
             spread = None
             if beta is not None:
                 a, b = beta[:, i : i + tile].unsqueeze(2), beta[:, j : j + tile].unsqueeze(1)
                 spread = ((a - b).square(), a * b)
-            value, slope = tile_terms(q, potential, half_space, spread, floor, p)
+            value, slope = tile_terms(q, p, potential, spread, floor)
             if i == j:
                 value.diagonal(dim1=-2, dim2=-1).zero_()
                 slope.diagonal(dim1=-2, dim2=-1).zero_()
@@ -144,15 +98,6 @@ def _tiled(
                 if i != j:
                     gradient[:, j : j + tile].baddbmm_(slope.mT, rows)
     return total, gradient
-
-
-def _kernels() -> Any:
-    """The module of fused kernels, or ``None`` where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from hypersphere.energy import fused  # noqa: PLC0415 (needs triton, which comes with torch for CUDA only)
-
-    return fused
 
 
 def tangent(gradient: Tensor, units: Tensor, inverse: Tensor, factor: Tensor) -> Tensor:
@@ -174,15 +119,16 @@ def _pair_sums(
 ) -> tuple[Tensor, Tensor]:
     potential = decode(name, numbers)
     vectors = vectors.contiguous()
-    fused: Any = _kernels() if vectors.is_cuda else None
+    fused: Any = chords.fused(vectors)
     served = fused is not None and fused.usable(vectors, potential, beta)
     units, inverse = (fused if served else _THIS).directions(vectors, eps)
     valid = (inverse != 0).squeeze(2).to(vectors.dtype)
+    gaps = eps * inverse.square() if eps else None
     with full_precision(vectors):
         if served:
-            total, gradient = fused.tiled(units, valid, potential, half_space, eps == 0, grad)
+            total, gradient = fused.tiled(units, valid, gaps, potential, half_space, grad)
         else:
-            total, gradient = _tiled(units, valid, beta, potential, half_space, eps == 0, grad)
+            total, gradient = _tiled(units, valid, beta, gaps, potential, half_space, grad)
     count = valid.sum(1)
     if half_space:
         # Every vector with its own mirror image: a constant, unless short vectors are shortened.
@@ -224,19 +170,21 @@ def _dense(
 ) -> Tensor:
     """The same sums by plain differentiable code that keeps every pair: what derivatives of the gradient need."""
     valid, units = present(vectors), smooth_directions(vectors, eps)
-    q = 2 - 2 * units @ units.mT
-    own = torch.eye(vectors.shape[1], dtype=torch.bool, device=vectors.device)
-    pairs = valid.unsqueeze(2) & valid.unsqueeze(1) & ~own
+    gaps = eps * directions(vectors.detach(), eps)[1].square() if eps else None
+    places = torch.arange(vectors.shape[1], device=vectors.device)
+    q, p = smooth_chords(units, units, own=places, mirrored=half_space, gaps=None if gaps is None else (gaps, gaps))
+    pairs = valid.unsqueeze(2) & valid.unsqueeze(1) & (places != places.unsqueeze(1))
     scale, offset = 1.0 + torch.zeros_like(q), torch.zeros_like(q)
     if beta is not None:
         scale = beta.unsqueeze(2) * beta.unsqueeze(1)
         offset = (beta.unsqueeze(2) - beta.unsqueeze(1)).square()
-    total = vectors.new_zeros(vectors.shape[0])
+    total = vectors.new_zeros(vectors.shape[0], dtype=torch.float64)
     floor = FLOOR[vectors.dtype]
-    for chord in (q, 4 - q) if half_space else (q,):
-        distance = offset + scale * chord
+    for squared in (q,) if p is None else (q, p):
+        distance = offset + scale * squared
         value = potential(torch.where(pairs & (distance >= floor), distance, floor))
-        total = total + torch.where(pairs, value, 0.0).sum((1, 2))
+        total = total + torch.where(pairs, value, 0.0).sum((1, 2), dtype=torch.float64)
+    total = total.to(vectors.dtype)
     if half_space:
         own = (2 + 2 * units.square().sum(-1)) if eps else units.new_full(units.shape[:-1], 4.0)
         own = own if beta is None else own * beta.square()
@@ -300,6 +248,9 @@ def pair_sums(
     """
     if not torch.is_grad_enabled():
         vectors = vectors.detach()  # within the function a parameter would look as if its gradient were wanted
+    if transformed():
+        with full_precision(vectors):
+            return _dense(vectors, beta, potential, half_space, eps, mean)
     total: Tensor = _PairEnergy.apply(vectors, beta, potential, half_space, eps, mean)
     return total
 

@@ -156,6 +156,35 @@ class Gaussian(Potential):
         return (-self.t * q).exp() * -self.t
 
 
+@potentials.register("softplus")
+@dataclass(frozen=True)
+class Softplus(Potential):
+    r"""Smooth hinge of the cosine, :math:`\log(1 + \exp(L (c - 1)))` with :math:`c = 1 - z^2 / 2`.
+
+    Args:
+        steepness: L, greater than 0.
+
+    Example:
+        >>> Softplus()(torch.tensor([0.0, 4.0]))
+        tensor([6.9315e-01, 2.0612e-09])
+    """
+
+    contract: ClassVar[Mapping[str, Any]] = {"variants": ({"steepness": 1.0},)}
+
+    steepness: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_range("steepness", self.steepness, 0, open_low=True)
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """Value at squared chords."""
+        return functional.softplus(-self.steepness / 2 * q, threshold=50)
+
+    def slope(self, q: Tensor) -> Tensor:
+        """Derivative by the squared chord."""
+        return -self.steepness / 2 * (-self.steepness / 2 * q).sigmoid()
+
+
 def decode(name: str, numbers: Sequence[float]) -> Potential:
     """The potential with this code."""
     return potentials[name].factory(*numbers)

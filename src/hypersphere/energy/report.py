@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hypersphere.energy.chords import directions
 from hypersphere.energy.layers import Neurons, Selection, select
-from hypersphere.energy.pairs import directions, pair_counts, pair_sums
+from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.theory import floor_energy, random_energy
 from hypersphere.errors import ArgumentError

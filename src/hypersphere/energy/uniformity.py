@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies, gather
+from hypersphere.energy.chords import FLOOR, present
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.pairs import FLOOR, pair_counts, pair_sums, present
+from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt
