@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 
 class HypersphereError(Exception):
     """Base of every error that a user can cause; the command line prints these without a traceback."""
@@ -32,9 +34,17 @@ class ArgumentError(HypersphereError, ValueError):
 
 
 def check_range(
-    argument: str, value: float, low: float = float("-inf"), high: float = float("inf"), *, open_low: bool = False
+    argument: str,
+    value: float,
+    low: float = float("-inf"),
+    high: float = float("inf"),
+    *,
+    open_low: bool = False,
+    infinite: bool = False,
 ) -> None:
     """Raise :class:`ArgumentError` unless ``low <= value <= high`` (``low < value`` with ``open_low``).
+
+    An infinite number is refused unless ``infinite`` allows it.
 
     Example:
         >>> check_range("s", 0.0, 0, open_low=True)
@@ -42,7 +52,8 @@ def check_range(
         hypersphere.errors.ArgumentError: s must be greater than 0, got 0.0
     """
     try:
-        if (value > low if open_low else value >= low) and value <= high:
+        inside = (value > low if open_low else value >= low) and value <= high
+        if inside and (infinite or abs(value) != float("inf")):
             return
     except (TypeError, RuntimeError):  # a text, a tensor of several numbers
         raise ArgumentError(argument, f"must be a number, got {type(value).__name__}") from None
@@ -51,7 +62,22 @@ def check_range(
         limits.append(f"{'greater than' if open_low else 'at least'} {low:g}")
     if high != float("inf"):
         limits.append(f"at most {high:g}")
+    if not infinite and (value in (float("inf"), float("-inf"))):
+        limits.append("finite")
     raise ArgumentError(argument, f"must be {' and '.join(limits) or 'a number'}, got {value}")
+
+
+def check_count(argument: str, value: int, low: int = 1) -> None:
+    """Raise :class:`ArgumentError` unless ``value`` is a whole number of at least ``low``.
+
+    Example:
+        >>> check_count("dim", 4.0)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: dim must be a whole number, got 4.0
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ArgumentError(argument, f"must be a whole number, got {value!r}")
+    check_range(argument, value, low)
 
 
 def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ def test_every_loss_learns_digits_with_its_margin_in_force(loss, tmp_path, capsy
     assert values and all(math.isfinite(value) for value in values) and values[-1] < values[0]
     assert weight is None or weight < 10
     if loss in OF_PAIRS:
-        assert head.pair_margin > 0
+        assert head.m > 0
     elif loss in WITHOUT_MARGIN:
         assert margin == pytest.approx(0, abs=1e-6)
     else:

@@ -165,7 +165,7 @@ def _objectives(
         if beta is not None:
             raise ArgumentError("beta", "must be None for infinite s")
         return [lambda x, p=p: _packing(x, p, half_space) for p in (*PACKING, math.inf)]  # type: ignore[misc]
-    check_range("s", s)
+    check_range("s", s, infinite=True)
     return [lambda x: hyperspherical_energy(x, s, half_space=half_space, angular=angular, beta=beta, reduction="sum")]
 
 

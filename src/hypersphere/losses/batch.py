@@ -68,13 +68,15 @@ class Batch(NamedTuple):
 
 
 def check_features(features: Tensor, dim: int) -> None:
-    """Raise :class:`ArgumentError` for features that are not ``(B, D)`` floating-point numbers.
+    """Raise :class:`ArgumentError` for features that are not a tensor ``(B, D)`` of floating-point numbers.
 
     Example:
         >>> check_features(torch.ones(2, 3), 4)
         Traceback (most recent call last):
         hypersphere.errors.ArgumentError: features must have shape (B, 4), got (2, 3)
     """
+    if not isinstance(features, Tensor):
+        raise ArgumentError("features", f"must be a tensor, got {type(features).__name__}")
     if features.dim() != 2 or features.shape[1] != dim:
         raise ArgumentError("features", f"must have shape (B, {dim}), got {tuple(features.shape)}")
     if not features.is_floating_point():
@@ -89,6 +91,8 @@ def check_labels(labels: Tensor, batch: int, classes: int) -> None:
         Traceback (most recent call last):
         hypersphere.errors.ArgumentError: labels must be int64 of shape (3,), got torch.int64 of shape (2,)
     """
+    if not isinstance(labels, Tensor):
+        raise ArgumentError("labels", f"must be a tensor, got {type(labels).__name__}")
     if labels.is_floating_point():
         if labels.shape != (batch, classes):
             expected = f"({batch},) of int64 or ({batch}, {classes})"
@@ -105,14 +109,21 @@ def check_values(features: Tensor, labels: Tensor, classes: int, ignore_index: i
     Example:
         >>> check_values(torch.ones(1, 2), torch.tensor([7]), 5, -100)
         Traceback (most recent call last):
-        hypersphere.errors.ArgumentError: labels must lie in [0, 5), got 7
+        hypersphere.errors.ArgumentError: labels must lie in [0, 5), got 7 in row 0
     """
     if not bool(features.isfinite().all()):
-        raise ArgumentError("features", "must be finite, got NaN or infinite values")
+        row = int((~features.isfinite().all(1)).nonzero()[0])
+        of = f", of class {int(labels[row])}" if labels.dim() == 1 else ""
+        value = float(features[row][~features[row].isfinite()][0])
+        raise ArgumentError("features", f"must be finite, got {value} in row {row}{of}")
     if labels.dim() == 2:
-        if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
-            raise ArgumentError("labels", "must be at least 0 and add up to 1 in every row")
+        wrong = ~((labels >= 0).all(1) & ((labels.sum(1) - 1).abs() < 1e-2))
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            found = f"got the sum {float(labels[row].sum()):g} and the least {float(labels[row].min()):g} in row {row}"
+            raise ArgumentError("labels", f"must be at least 0 and add up to 1 in every row, {found}")
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
     if bool(wrong.any()):
-        raise ArgumentError("labels", f"must lie in [0, {classes}), got {int(labels[wrong][0])}")
+        row = int(wrong.nonzero()[0])
+        raise ArgumentError("labels", f"must lie in [0, {classes}), got {int(labels[row])} in row {row}")

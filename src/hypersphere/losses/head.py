@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hypersphere import angular, margins
 from hypersphere.angular import Angular, Cosine
+from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, full_precision, norm, normalise
 from hypersphere.losses import negatives as rules
 from hypersphere.losses.batch import Batch, Steps, check_features
@@ -22,7 +23,7 @@ from hypersphere.losses.objective import annealed, cross_entropy, negative_logit
 from hypersphere.losses.registry import HeadType, losses
 from hypersphere.losses.schedules import LambdaAnnealer, Schedule
 from hypersphere.losses.spec import HeadSpec
-from hypersphere.losses.state import HeadState, MarginSize
+from hypersphere.losses.state import HeadState, Kept, MarginSize
 from hypersphere.losses.streaming import class_cosines, scaled
 from hypersphere.margins import Margin, NoMargin
 
@@ -53,6 +54,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     members of this package do:
 
     ======================= ==========================================================================
+    :meth:`check_margins`   which sizes of the margins are refused
     :meth:`margin_sizes`    the margin's arguments in a batch, where they depend on its samples
     :meth:`rule_parameters` parameters of the rule of negatives, where they depend on the batch
     :meth:`plain_value`     target value without the margin
@@ -193,6 +195,14 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         )
 
     # -------------------------------------------------------------------------------------------- extension points
+
+    def check_margins(self, sizes: Mapping[str, Kept]) -> None:
+        """Raise :class:`ArgumentError` unless the margins may have these sizes; nothing is changed before."""
+        super().check_margins(sizes)
+        if type(self.spec.psi) is NoMargin and not self.spec.negatives.takes_parameters:
+            for name, kept in sizes.items():
+                if kept[1] is not None or kept[0] != 0:
+                    raise ArgumentError(name, "must be 0 with psi='none' and these negatives, which have no margin")
 
     def margin_sizes(self, batch: Batch) -> dict[str, Any]:
         """The margin's arguments in a batch: numbers, scalars, ``(B,)``, or ``(1, C)`` for soft labels."""

@@ -119,6 +119,11 @@ class Negatives:
         """
         return ()
 
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether there are any, of which the margin may be one."""
+        return type(self).parameters is not Negatives.parameters
+
     def value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
         """Value at cosines ``(B, k)``; parameters are scalars or ``(B, 1)``."""
         value = self._value(cosines, *parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hypersphere.errors import ArgumentError, check_range
+from hypersphere.errors import ArgumentError, check_count, check_range
 
 
 @torch.library.custom_op("hypersphere::count_step", mutates_args={"steps"})
@@ -136,7 +136,11 @@ class Ramp(Schedule):
         if (length is None) == (not milestones):
             raise ArgumentError("length", f"or milestones must be given (one of them), got {length} and {milestones}")
         if length is not None:
-            check_range("length", length, 1)
+            check_count("length", length)
+        for milestone in milestones or ():
+            check_count("milestones", milestone, 0)
+        check_range("start", start)
+        check_range("end", end)
         self.start, self.end, self.length = start, end, length
         self.milestones = None if milestones is None else tuple(milestones)
         # Integers: a head that is moved to 16 bit must not round them.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypersphere.angular import Angular, Cosine
-from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_count, check_range
 from hypersphere.losses.negatives import Negatives, Plain
 from hypersphere.margins import Margin, NoMargin
 
@@ -78,7 +78,7 @@ class HeadSpec:
         check_choice("gradient", self.gradient, GRADIENTS)
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("path", self.path, PATHS)
-        check_range("subcentres", self.subcentres, 1)
+        check_count("subcentres", self.subcentres)
         check_range("sample_rate", self.sample_rate, 0, 1, open_low=True)
         self._check_functions()
         self._check_targets()
@@ -100,6 +100,8 @@ class HeadSpec:
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ArgumentError(name, f"must be of type {kind.__name__}, got {value!r}")
+        if not self.unit_weights and self.gradient == "caffe":
+            raise ArgumentError("gradient", "'caffe' needs unit_weights=True: the layer divides by their norms")
         if not self.unit_weights and not isinstance(self.g, Cosine):
             raise ArgumentError("g", "needs unit_weights=True: other functions than the cosine act on directions")
         if not self.unit_weights and not self.negatives.plain:

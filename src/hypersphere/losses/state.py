@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Self, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hypersphere.errors import ArgumentError, check_range
+from hypersphere.errors import ArgumentError, check_count
 from hypersphere.geometry import at_least_float32, norm, normalise, spherical_mean
 from hypersphere.losses.batch import Batch, Steps, check_features, check_labels, check_values
 from hypersphere.losses.registry import losses
@@ -21,6 +22,9 @@ from hypersphere.losses.spec import HeadSpec
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
 """A margin: one number, one for each class, or a schedule over the training steps."""
+
+Kept: TypeAlias = tuple[float | Schedule | None, Tensor | None]
+"""A margin as a head keeps it: a number or a schedule, or else one number for each class."""
 
 LEAST_SCALE = 0.01
 
@@ -61,16 +65,18 @@ class HeadState(nn.Module):
         rotation: str | Callable[[Tensor], Tensor] | None,
     ) -> None:
         super().__init__()
-        check_range("dim", dim, 1)
-        check_range("classes", classes, 1)
+        check_count("dim", dim)
+        check_count("classes", classes)
         if annealer is not None and not isinstance(annealer, LambdaAnnealer):
             raise ArgumentError("annealer", f"must be a LambdaAnnealer, got {type(annealer).__name__}")
         self.dim, self.classes, self.spec, self.annealer = dim, classes, spec, annealer
         self.rotation = make_rotation(dim, rotation)
         self.margin_names = tuple(margins)
-        for name, size in margins.items():
-            setattr(self, name, self._margin_size(name, size))
-        self._check_margins()
+        sizes = {name: self._kept(name, size) for name, size in margins.items()}
+        self.check_margins(sizes)
+        for name, (size, per_class) in sizes.items():
+            setattr(self, name, size)
+            self.register_buffer(f"{name}_by_class", per_class)
         learned = spec.s if spec.learn_scale else None
         self.learned_scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
         self.register_buffer("class_weights", self._checked_class_weights(class_weights))
@@ -81,32 +87,38 @@ class HeadState(nn.Module):
 
     # -------------------------------------------------------------------------------------------- margins
 
-    def _margin_size(self, name: str, size: MarginSize) -> float | Schedule | None:
-        """Keep a margin as a number or a schedule, or as the buffer ``<name>_by_class``."""
-        per_class = None
+    def _kept(self, name: str, size: MarginSize) -> Kept:
+        """A margin as it is kept; nothing is changed."""
         if isinstance(size, list | tuple | Tensor | np.ndarray):
-            per_class = torch.as_tensor(size, dtype=torch.get_default_dtype()).clone()
-            if per_class.shape != (self.classes,):
-                raise ArgumentError(name, f"must have shape ({self.classes},), got {tuple(per_class.shape)}")
-        self.register_buffer(f"{name}_by_class", per_class)
-        if per_class is not None:
-            return None
+            return None, self._per_class(name, size)
         if not isinstance(size, Schedule | numbers.Real):
             raise ArgumentError(name, f"must be a number, one for each class or a schedule, got {type(size).__name__}")
-        return size if isinstance(size, Schedule) else float(size)
+        return size if isinstance(size, Schedule) else float(size), None
+
+    def _per_class(self, name: str, numbers: Sequence[float] | Tensor | NDArray[Any]) -> Tensor:
+        """A finite number for each class, as a tensor beside the weights (or where these will be made)."""
+        try:
+            device = self.weight.device if hasattr(self, "weight") else None
+            tensor = torch.as_tensor(numbers, dtype=torch.get_default_dtype(), device=device).clone()
+        except (TypeError, ValueError, RuntimeError) as error:  # texts, lists of unequal length
+            raise ArgumentError(name, f"must be {self.classes} numbers, one for each class: {error}") from None
+        if tensor.shape != (self.classes,):
+            raise ArgumentError(name, f"must have shape ({self.classes},), got {tuple(tensor.shape)}")
+        if not bool(tensor.isfinite().all()):
+            row = int((~tensor.isfinite()).nonzero()[0])
+            raise ArgumentError(name, f"must be finite, got {float(tensor[row])} for class {row}")
+        return tensor
 
     def margin_bounds(self, name: str) -> tuple[float, float]:
         """Least and largest size of a margin, over all classes and steps."""
-        size, per_class = getattr(self, name), getattr(self, f"{name}_by_class")
-        if per_class is not None:
-            return float(per_class.min()), float(per_class.max())
-        return size.bounds() if isinstance(size, Schedule) else (size, size)
+        return bounds(getattr(self, name), getattr(self, f"{name}_by_class"))
 
-    def _check_margins(self) -> None:
-        bounds = {name: self.margin_bounds(name) for name in self.margin_names}
+    def check_margins(self, sizes: Mapping[str, Kept]) -> None:
+        """Raise :class:`ArgumentError` unless the margins may have these sizes."""
+        found = {name: bounds(*kept) for name, kept in sizes.items()}
         for end in (0, 1):
             try:
-                self.spec.psi.check(**{name: both[end] for name, both in bounds.items()})
+                self.spec.psi.check(**{name: both[end] for name, both in found.items()})
             except KeyError as error:
                 needed = f"the margin {type(self.spec.psi).__name__} needs {error}"
                 raise ArgumentError("m", f"is not enough: {needed}; the preset 'combined' takes them") from None
@@ -123,16 +135,17 @@ class HeadState(nn.Module):
             >>> head.m
             0.3
         """
-        for name, size in losses.canonical(sizes).items():
+        given = losses.canonical(sizes)
+        for name in given:
             if name not in self.margin_names:
                 raise ArgumentError(name, f"is no margin of this head, which has {', '.join(self.margin_names)}")
-            kept = self._margin_size(name, size)
+        changed = {name: self._kept(name, size) for name, size in given.items()}
+        now = {name: (getattr(self, name), getattr(self, f"{name}_by_class")) for name in self.margin_names}
+        self.check_margins(now | changed)
+        for name, (size, per_class) in changed.items():
             delattr(self, name)  # a number cannot take the place of a module, which a schedule is
-            setattr(self, name, kept)
-            per_class = getattr(self, f"{name}_by_class")
-            if per_class is not None:
-                setattr(self, f"{name}_by_class", per_class.to(self.weight.device))
-        self._check_margins()
+            setattr(self, name, size.to(self.weight.device) if isinstance(size, Schedule) else size)
+            setattr(self, f"{name}_by_class", per_class)
 
     def margin_size(self, name: str, batch: Batch) -> float | Tensor:
         """A margin in a batch: a number, a scalar, ``(B,)``, or ``(1, C)`` for soft labels."""
@@ -205,11 +218,10 @@ class HeadState(nn.Module):
     def _checked_class_weights(self, weights: list[float] | Tensor | None) -> Tensor | None:
         if weights is None:
             return None
-        tensor = torch.as_tensor(weights, dtype=torch.get_default_dtype()).clone()
-        if tensor.shape != (self.classes,) or not bool((tensor >= 0).all()):
-            raise ArgumentError(
-                "class_weights", f"must be {self.classes} numbers of at least 0, got shape {tuple(tensor.shape)}"
-            )
+        tensor = self._per_class("class_weights", weights)
+        if bool((tensor < 0).any()):
+            row = int((tensor < 0).nonzero()[0])
+            raise ArgumentError("class_weights", f"must be at least 0, got {float(tensor[row]):g} for class {row}")
         return tensor
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -300,16 +312,26 @@ class HeadState(nn.Module):
             features: ``(N, D)``.
             labels: ``(N,)``; those of ``ignore_index`` count for nothing.
         """
-        self.check(features, labels, soft=False)
-        features, labels = features.to(self.weight.device), labels.to(self.weight.device)
+        self._check_examples(features, labels, self.classes)
+        self.weight.copy_(self._centred(self.weight, features, labels))
+
+    def _check_examples(self, features: Tensor, labels: Tensor, classes: int) -> None:
+        self._check(features, labels, classes, soft=False)
+        if len(features):  # on every device: this is no step, which must not wait for it
+            check_values(features, labels, classes, self.spec.ignore_index)
+
+    def _centred(self, weight: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+        """The weights of classes, turned to the mean directions of their features where they occur."""
+        classes = len(weight) // self.subcentres
+        features, labels = features.to(weight.device), labels.to(weight.device)
         counted = labels != self.spec.ignore_index
         units, labels = normalise(self.rotated(features))[counted], labels[counted]
-        sums = units.new_zeros(self.classes, self.dim).index_add_(0, labels, units)
+        sums = units.new_zeros(classes, self.dim).index_add_(0, labels, units)
         means = normalise(sums).repeat_interleave(self.subcentres, 0)
         found = norm(means) > 0
-        lengths = norm(self.weight)
+        lengths = norm(weight)
         lengths = torch.where(lengths > 0, lengths, 1.0)
-        self.weight.copy_(torch.where(found.unsqueeze(1), means * lengths.unsqueeze(1), self.weight))
+        return torch.where(found.unsqueeze(1), (means * lengths.unsqueeze(1)).to(weight.dtype), weight)
 
     @torch.no_grad()
     def add_classes(self, classes: int, features: Tensor | None = None, labels: Tensor | None = None) -> Self:
@@ -321,7 +343,7 @@ class HeadState(nn.Module):
         Args:
             classes: How many to add.
             features: ``(N, D)`` examples of the new classes, whose mean directions become their weights.
-            labels: ``(N,)`` their classes, counted from the first new one.
+            labels: ``(N,)`` their classes, counted from the first new one; those of ``ignore_index`` count for nothing.
 
         Returns:
             The head itself.
@@ -330,12 +352,19 @@ class HeadState(nn.Module):
             >>> losses.create("cosface", 8, 3).add_classes(2).logits(torch.randn(1, 8)).shape
             torch.Size([1, 5])
         """
-        check_range("classes", classes, 1)
+        check_count("classes", classes)
+        if (features is None) != (labels is None):
+            missing = "labels" if labels is None else "features"
+            raise ArgumentError(missing, "must be given together with the other: examples need their classes")
+        if features is not None and labels is not None:
+            self._check_examples(features, labels, classes)
         old = self.weight
-        self.classes += classes
         fresh = torch.empty(classes * self.subcentres, self.dim, dtype=old.dtype, device=old.device)
         self._draw(fresh)
         fresh *= norm(old).mean() / norm(fresh).mean()
+        if features is not None and labels is not None:
+            fresh = self._centred(fresh, features, labels)
+        self.classes += classes
         grown = torch.cat([old, fresh])
         trained = isinstance(old, nn.Parameter)  # or the running means of a member that trains none
         setattr(self, "weight", nn.Parameter(grown, requires_grad=old.requires_grad) if trained else grown)  # noqa: B010
@@ -345,11 +374,6 @@ class HeadState(nn.Module):
             values = getattr(self, name)
             if values is not None:
                 setattr(self, name, torch.cat([values, values.mean().expand(classes)]))
-        if (features is None) != (labels is None):
-            missing = "labels" if labels is None else "features"
-            raise ArgumentError(missing, "must be given together with the other: examples need their classes")
-        if features is not None and labels is not None:
-            self.init_centres(features, labels + self.classes - classes)
         return self
 
     def sample(self, labels: Tensor, draws: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
@@ -381,13 +405,29 @@ class HeadState(nn.Module):
             labels: ``(B,)`` of int64, or soft labels ``(B, C)``.
             soft: Whether soft labels are allowed.
         """
-        check_features(features, self.dim)
-        if labels.is_floating_point() and not soft:
-            why = " with probability_floor" if self.spec.probability_floor else ""
-            given = f"soft labels of shape {tuple(labels.shape)}"
-            raise ArgumentError("labels", f"must be classes ({len(features)},){why}, got {given}")
-        check_labels(labels, len(features), self.classes)
+        self._check(features, labels, self.classes, soft)
         # Reading values would synchronise a GPU or break a compiled graph.
         readable = labels.device.type == "cpu" or self.spec.validate
         if len(features) and readable and not torch.compiler.is_compiling():
             check_values(features, labels, self.classes, self.spec.ignore_index)
+
+    def _check(self, features: Tensor, labels: Tensor, classes: int, soft: bool) -> None:
+        check_features(features, self.dim)
+        if isinstance(labels, Tensor) and labels.is_floating_point() and not soft:
+            why = " with probability_floor" if self.spec.probability_floor else ""
+            given = f"soft labels of shape {tuple(labels.shape)}"
+            raise ArgumentError("labels", f"must be classes ({len(features)},){why}, got {given}")
+        check_labels(labels, len(features), classes)
+
+
+def bounds(size: float | Schedule | None, per_class: Tensor | None) -> tuple[float, float]:
+    """Least and largest size of a margin as a head keeps it.
+
+    Example:
+        >>> bounds(Ramp(0.0, 0.4, length=10), None)
+        (0.0, 0.4)
+    """
+    if per_class is not None:
+        return float(per_class.min()), float(per_class.max())
+    assert size is not None
+    return size.bounds() if isinstance(size, Schedule) else (size, size)

@@ -171,7 +171,7 @@ def rates_at(scores: Tensor, same: Tensor, threshold: float) -> tuple[float, flo
         (0.5, 0.5)
     """
     scores, same = check_pairs(scores, same)
-    check_range("threshold", threshold)
+    check_range("threshold", threshold, infinite=True)
     genuine = int(same.count_nonzero())
     check_both_kinds(genuine, len(same) - genuine)
     accepted = scores.double() > threshold

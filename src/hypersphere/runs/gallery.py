@@ -86,7 +86,7 @@ class Gallery:
             raise ArgumentError("threshold", f"must be for cosine scores, got one for {self.calibration.score} scores")
         self.threshold = threshold.threshold if isinstance(threshold, Calibration) else threshold
         if self.threshold is not None:
-            check_range("threshold", self.threshold)
+            check_range("threshold", self.threshold, infinite=True)
         self._templates: dict[str, Tensor] = {}
         self._stacked: tuple[list[str], Tensor] | None = None
 
@@ -220,7 +220,7 @@ class Gallery:
         threshold = self.threshold if threshold is None else threshold
         if threshold is None:
             raise ArgumentError("threshold", "must be given, since this gallery was saved without a calibrated one")
-        check_range("threshold", threshold)  # refuses NaN, which would accept nobody in silence
+        check_range("threshold", threshold, infinite=True)  # refuses NaN, which would accept nobody in silence
         best = [found[0] if found else Match(None, -float("inf")) for found in self.search(features, 1, memory=memory)]
         result = [match if match.score > threshold else Match(None, match.score) for match in best]
         return result[0] if features.dim() == 1 else result

@@ -61,7 +61,9 @@ def paths(name: str) -> tuple[dict[str, Any], ...]:
 
 def every(name: str, classes: int = C) -> list[Any]:
     """The members on every path and with every gradient that they take."""
-    gradients = ("exact", "cgd", "caffe") if takes(name, "gradient") else ("exact",)
+    gradients: tuple[str, ...] = ("exact",)
+    if takes(name, "gradient"):
+        gradients = ("exact", "cgd", "caffe") if build(name).spec.unit_weights else ("exact", "cgd")
     return [
         head
         for path in paths(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -125,10 +126,16 @@ class MagFace(MarginSoftmax):
         check_range("norm_weight", norm_weight, 0)
         if not 0 < norms[0] < norms[1]:
             raise ArgumentError("norms", f"must be two increasing numbers above 0, got {norms}")
-        if not isinstance(m, tuple | list) or len(m) != 2 or not 0 <= m[0] <= m[1] <= math.pi:
-            raise ArgumentError("m", f"must be two numbers in [0, pi] that do not fall, got {m}")
-        self.ends, self.norms, self.norm_weight = tuple(m), tuple(norms), norm_weight
-        super().__init__(dim, classes, s=s, m=m[0], psi=margins.AdditiveAngle(beyond), **options)
+        self.ends, self.norms, self.norm_weight = _ends(m), tuple(norms), norm_weight
+        super().__init__(dim, classes, s=s, m=self.ends[0], psi=margins.AdditiveAngle(beyond), **options)
+
+    def set_margin(self, **sizes: Any) -> None:
+        """Change ``m``, the margins at the lowest and the highest norm."""
+        given = losses.canonical(sizes)
+        if set(given) != {"m"}:
+            raise ArgumentError(next(iter(set(given) - {"m"}), "m"), "is no margin of this head, which has m")
+        self.ends = _ends(given["m"])
+        self.m = self.ends[0]
 
     def margin_sizes(self, batch: Batch) -> dict[str, Any]:
         """The margin of each sample, by its norm."""
@@ -228,3 +235,11 @@ class CircleLoss(MarginSoftmax):
 
     def __init__(self, dim: int, classes: int, *, s: float = 256.0, m: MarginSize = 0.25, **options: Any) -> None:
         super().__init__(dim, classes, s=s, m=m, psi="circle", negatives="circle", **options)
+
+
+def _ends(m: Any) -> tuple[float, float]:
+    """MagFace's margins at both ends, checked."""
+    numbers = isinstance(m, tuple | list) and len(m) == 2 and all(isinstance(end, Real) for end in m)
+    if not numbers or not 0 <= m[0] <= m[1] <= math.pi:
+        raise ArgumentError("m", f"must be two numbers in [0, pi] that do not fall, got {m}")
+    return float(m[0]), float(m[1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hypersphere import margins
-from hypersphere.errors import check_range
+from hypersphere.errors import check_count
 from hypersphere.geometry import normalise
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.registry import losses
@@ -134,7 +134,7 @@ class SubcenterArcFace(ArcFace):
         beyond: str = "clip",
         **options: Any,
     ) -> None:
-        check_range("k", k, 1)
+        check_count("k", k)
         super().__init__(dim, classes, s=s, m=m, beyond=beyond, subcentres=k, **options)
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import steep
 from hypersphere.losses.negatives import Riesz
 from hypersphere.losses.registry import losses
-from hypersphere.losses.state import MarginSize
+from hypersphere.losses.state import Kept, MarginSize, bounds
 from hypersphere.losses.streaming import ClassProblem, class_statistics
 from hypersphere.margins import Margin
 
@@ -41,10 +41,15 @@ class LSoftmax(MarginSoftmax):
 
     def __init__(self, dim: int, classes: int, *, m: MarginSize = 4, **options: Any) -> None:
         super().__init__(dim, classes, m=m, psi="multiplicative", unit_weights=False, **options)
-        ends = self.margin_bounds("m") if self.m_by_class is None else tuple(map(float, self.m_by_class))
-        for end in ends:
-            if not float(end).is_integer():
-                raise ArgumentError("m", f"must be an integer (a-softmax takes any number from 1 on), got {end:g}")
+
+    def check_margins(self, sizes: Mapping[str, Kept]) -> None:
+        """At least 1, and integers."""
+        super().check_margins(sizes)
+        for size, per_class in sizes.values():
+            ends = bounds(size, None) if per_class is None else per_class.tolist()
+            for end in ends:
+                if not float(end).is_integer():
+                    raise ArgumentError("m", f"must be an integer (a-softmax takes any number from 1 on), got {end:g}")
 
     def reset_parameters(self) -> None:
         """Gaussian class weights of variance 2/D, as the released layer begins."""
@@ -154,9 +159,11 @@ class SphereFaceR(MarginSoftmax):
         version: ``"v0"``, ``"v1"`` or ``"v2"``.
         feature_norm: ``"hard"`` scales unit features by ``s``; ``"none"`` keeps the feature norm; ``"soft"`` keeps it
             and pulls it towards ``s``.
-        s: Scale, or the norm that soft normalisation pulls to; 60 (hard) or 30 (soft) by default.
+        s: Scale, or the norm that soft normalisation pulls to; 60 (hard) or 30 (soft) by default, refused with
+            ``"none"``, which has neither.
         m: Margin, at least 1.
-        loss_weight: The cross-entropy is multiplied by ``loss_weight / s``; ``None`` leaves it.
+        loss_weight: The cross-entropy is multiplied by ``loss_weight / s``, or where there is no s by ``loss_weight``;
+            ``None`` leaves it.
         pull: Weight of the pull :math:`|\|x\| - s|` of soft normalisation.
         gradient: Detached by default, as in the reference.
         **options: See :class:`MarginSoftmax`.
@@ -189,8 +196,12 @@ class SphereFaceR(MarginSoftmax):
         radius = s if s is not None else {"hard": 60.0, "soft": 30.0, "none": None}[feature_norm]
         if radius is not None:
             check_range("s", radius, 0, open_low=True)
+        if feature_norm == "none" and s is not None:
+            raise ArgumentError("s", f"has no meaning with feature_norm='none', which keeps the norm, got {s:g}")
+        if loss_weight is not None:
+            check_range("loss_weight", loss_weight, 0, open_low=True)
         self.radius = radius
-        self.loss_factor = 1.0 if loss_weight is None or radius is None else loss_weight / radius
+        self.loss_factor = 1.0 if loss_weight is None else loss_weight / (1.0 if radius is None else radius)
         psis: dict[str, str | Margin] = {
             "v0": "multiplicative",
             "v1": "clipped-multiplicative",

@@ -15,6 +15,7 @@ from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import Softmax
 from hypersphere.losses.pairs import move_centres
 from hypersphere.losses.registry import losses
+from hypersphere.losses.state import Kept
 
 
 @losses.register("contrastive", aliases=("softmax-contrastive",))
@@ -43,10 +44,13 @@ class Contrastive(Softmax):
     def __init__(
         self, dim: int, classes: int, *, m: float = 1.0, pair_weight: float = 0.1, bias: bool = True, **options: Any
     ) -> None:
-        check_range("m", m, 0)
         check_range("pair_weight", pair_weight, 0)
-        self.pair_weight, self.pair_margin = pair_weight, float(m)
+        self.pair_weight = pair_weight
         super().__init__(dim, classes, m=m, bias=bias, **options)
+
+    def check_margins(self, sizes: Mapping[str, Kept]) -> None:
+        """One distance, at least 0."""
+        check_distance(sizes)
 
     def penalty(self, batch: Batch) -> Tensor | float:
         """The mean loss of the batch's pairs."""
@@ -58,12 +62,12 @@ class Contrastive(Softmax):
         squared = norms.square().unsqueeze(0) + norms.square().unsqueeze(1) - 2 * x @ x.mT
         squared = squared.clamp(min=0)
         distance = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
-        loss = torch.where(same, squared, (self.pair_margin - distance).relu().square()) / 2
+        loss = torch.where(same, squared, (distance_of(self) - distance).relu().square()) / 2
         return self.pair_weight * torch.where(pairs, loss, 0.0).sum() / pairs.sum().clamp(min=1)
 
     def details(self) -> dict[str, Any]:
         """The margin of the pairs."""
-        return super().details() | {"m": self.pair_margin}
+        return super().details() | {"m": self.m}
 
 
 @losses.register("center", aliases=("centre", "center-loss", "centre-loss"))
@@ -167,15 +171,18 @@ class TripletLoss(MarginSoftmax):
         ignore_index: int = -100,
         validate: bool = False,
     ) -> None:
-        check_range("m", m, 0)
         check_range("centre_rate", centre_rate, 0, 1)
-        self.centre_rate, self.pair_margin = centre_rate, float(m)
+        self.centre_rate = centre_rate
         super().__init__(
             dim, classes, m=m, s=s, reduction=reduction, ignore_index=ignore_index, validate=validate, path="dense"
         )
         weight = self.weight.detach().clone()
         del self.weight
         self.register_buffer("weight", weight)
+
+    def check_margins(self, sizes: Mapping[str, Kept]) -> None:
+        """One distance, at least 0."""
+        check_distance(sizes)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Loss of a batch: ``(B, D), (B,) -> ()``; 0 where there is no triplet."""
@@ -199,7 +206,7 @@ class TripletLoss(MarginSoftmax):
 
     def details(self) -> dict[str, Any]:
         """The margin of the pairs."""
-        return super().details() | {"m": self.pair_margin}
+        return super().details() | {"m": self.m}
 
     def _mined(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Loss from squared distances ``(B, B)`` and which pairs are of one class and of two."""
@@ -210,7 +217,7 @@ class TripletLoss(MarginSoftmax):
         first = torch.searchsorted(ordered, distance.detach().contiguous(), right=True)
         last = negative.sum(1, keepdim=True) - 1
         chosen = order.gather(1, torch.minimum(first, last.clamp(min=0)))
-        loss = (distance - distance.gather(1, chosen) + self.pair_margin).relu()
+        loss = (distance - distance.gather(1, chosen) + distance_of(self)).relu()
         counted = positive & (last >= 0)
         loss = torch.where(counted, loss, 0.0)
         if self.spec.reduction == "sum":
@@ -218,3 +225,28 @@ class TripletLoss(MarginSoftmax):
         if self.spec.reduction == "none":
             return loss.sum(1) / counted.sum(1).clamp(min=1)
         return loss.sum() / counted.sum().clamp(min=1)
+
+
+def check_distance(sizes: Mapping[str, Kept]) -> None:
+    """Raise :class:`ArgumentError` unless a margin between features is one number of at least 0.
+
+    Example:
+        >>> check_distance({"m": (-1.0, None)})
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: m must be at least 0, got -1.0
+    """
+    for name, (size, _) in sizes.items():
+        if not isinstance(size, float):
+            raise ArgumentError(name, "must be one number: pairs of features have no class and no schedule")
+        check_range(name, size, 0)
+
+
+def distance_of(head: MarginSoftmax) -> float:
+    """The margin between features, which :func:`check_distance` let pass.
+
+    Example:
+        >>> distance_of(TripletLoss(3, 10))
+        0.2
+    """
+    assert isinstance(head.m, float)
+    return head.m

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hypersphere.angular import Angular, Sigmoid, create
+from hypersphere.errors import ArgumentError
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.registry import losses
+
+STEEPNESS = 0.3
+"""Of the sigmoid, where none is given."""
 
 
 @losses.register("softmax")
@@ -116,10 +120,14 @@ class NormFace(MarginSoftmax):
 
 
 def steep(g: str | Angular, k: float) -> Angular:
-    """An angular function by name, the sigmoid of steepness ``k``.
+    """An angular function by name, the sigmoid of steepness ``k``, which no other one has.
 
     Example:
         >>> steep("sigmoid", 0.5)
         Sigmoid(k=0.5)
     """
-    return Sigmoid(k) if g == "sigmoid" else create(g)
+    if g == "sigmoid":
+        return Sigmoid(k)
+    if k != STEEPNESS:
+        raise ArgumentError("k", f"is the steepness of g='sigmoid' and has no meaning for {g!r}, got {k:g}")
+    return create(g)
