@@ -173,7 +173,16 @@ class TestSteps:
         assert entries[1].facts["orthogonality error"] > 1e-3 and entries[1].facts["gram change"] < 1e-4
 
     def test_a_loss_that_is_not_finite_is_a_failure(self, bench, network, monkeypatch, capsys):
-        monkeypatch.setattr(bench, "RATE", math.inf)
+        apply = bench.hs.orthogonal.apply
+
+        def spoiled(model, *arguments, **options):
+            found = apply(model, *arguments, **options)
+            for _, rotation in bench.hs.orthogonal.rotations(model):
+                for parameter in rotation.parameters():
+                    torch.nn.init.constant_(parameter, math.nan)
+            return found
+
+        monkeypatch.setattr(bench.hs.orthogonal, "apply", spoiled)
         entries = bench.time_steps(bench.VARIANTS[:1], network, "fp32", CPU, [False], 1)
         assert "the loss is not finite" in entries[1].failure and not entries[0].failure
         assert "FAILED: cayley newton" in capsys.readouterr().err

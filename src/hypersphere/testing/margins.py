@@ -253,9 +253,9 @@ def is_one_graph(name: str) -> None:
 def _recipe(name: str) -> list[str]:
     margin = members(name)[0]
     sizes = settings(name, margin)[0]
-    assert set(sizes) <= {"m"} or len(sizes) > 1
-    m = f"loss.m={sizes['m']}" if set(sizes) == {"m"} else "loss.m=0.3"
-    return ["loss.name=margin-softmax", "loss.s=30", f"loss.psi={name}", m] if set(sizes) <= {"m"} else []
+    if not set(sizes) <= {"m"}:
+        return []  # a recipe gives one size to this loss
+    return ["loss.name=margin-softmax", "loss.s=30", f"loss.psi={name}", *(f"loss.m={m}" for m in sizes.values())]
 
 
 common.add(CONTRACT, build=lambda name: members(name)[0], recipe=_recipe)
