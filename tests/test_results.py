@@ -99,7 +99,7 @@ def test_missing_folder_is_named(tmp_path):
 
 
 def test_pages_and_check_mode(docs):
-    pages = [docs / "results.md", docs / "benchmarks.md"]
+    pages = [docs / "results.md", docs / "benchmarks.md", docs / "precision.md"]
     assert write_pages(docs, check=True) == pages
     assert not any(page.exists() for page in pages)  # checking writes nothing
     assert write_pages(docs) == pages

@@ -1,9 +1,9 @@
 """Measured numbers: committed JSON rows, and the pages that are made of them.
 
 Every number in the documentation comes from a row in ``docs/rows/*.json``; ``hypersphere docs`` turns the rows into
-``docs/results.md`` and ``docs/benchmarks.md``. A file holds a list of rows with these keys:
+``docs/results.md``, ``docs/benchmarks.md`` and ``docs/precision.md``. A file holds a list of rows with these keys:
 
-``kind``: ``"result"`` or ``"benchmark"``; ``group``: heading on the page; ``what``: what was measured, ``metric`` and
+``kind``: ``"result"``, ``"benchmark"`` or ``"precision"``; ``group``: heading on the page; ``what``: what was measured, ``metric`` and
 ``unit``; ``mean`` and ``interval`` (half width, or ``None``); ``seeds``; ``recipe`` and ``recipe_hash`` where there is
 one; ``command`` that prints the number; ``version`` of the code; ``hardware``; ``date``; ``published`` value where a
 paper has one, and a ``note``.
@@ -26,6 +26,7 @@ from hypersphere.runs import RunFolder
 PAGES = {
     "result": ("results.md", "Results", "What the recipes give, as measured."),
     "benchmark": ("benchmarks.md", "Benchmarks", "How fast it is, as measured."),
+    "precision": ("precision.md", "Precision", "How many digits hold, by type and place, as measured."),
 }
 
 
@@ -159,7 +160,7 @@ def rows_from_runs(
 
 
 def write_pages(folder: Path, *, check: bool = False) -> list[Path]:
-    """Write both pages from ``folder/rows``; returns those that changed (with ``check``, without writing)."""
+    """Write the pages from ``folder/rows``; returns those that changed (with ``check``, without writing)."""
     rows = read_rows(folder / "rows")
     changed = []
     for kind, (name, title, intro) in PAGES.items():

@@ -44,7 +44,7 @@ def docs(
     folder: Annotated[Path, typer.Option(help="folder with rows/ and the pages made from them")] = Path("docs"),
     check: Annotated[bool, typer.Option(help="only say whether the pages are up to date")] = False,
 ) -> None:
-    """Write docs/results.md and docs/benchmarks.md from the measured rows in docs/rows."""
+    """Write docs/results.md, benchmarks.md and precision.md from the measured rows in docs/rows."""
     stale = results.write_pages(folder, check=check)
     if check and stale:
         raise HypersphereError(f"{', '.join(map(str, stale))}: out of date, run `hypersphere docs`")
