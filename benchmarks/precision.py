@@ -1,11 +1,11 @@
 """What accuracy a user gets: every member of every family in float64, float32, bfloat16 and float16.
 
-Values and gradients of all registered losses, layers, energies and maps, and of the functions of geometry, at ordinary
-places and where digits are lost most easily: next to and opposite to the own class, at near and at opposite pairs of
-neurons, at patches along a kernel, at unconstrained matrices far from the start. An error is relative to float64 on the
-very numbers that were given (rounded to the type first): of a value the largest one, of a gradient that of its worst row.
-In float64 itself, where there is nothing wider to compare with, it is the largest change under rotations of everything,
-which changes nothing but the rounding.
+Values and gradients of all registered losses, layers, energies and maps, and of the functions of geometry, at
+ordinary places and where digits are lost most easily: next to and opposite to the own class, at near and at opposite
+pairs of neurons, at patches along a kernel, at unconstrained matrices far from the start. An error is relative to
+float64 on the very numbers that were given (rounded to the type first): of a value the largest one, of a gradient
+that of its worst row. In float64 itself, where there is nothing wider to compare with, it is the largest change under
+rotations of everything, which changes nothing but the rounding.
 
     python benchmarks/precision.py --output docs/rows/precision.json
 """
@@ -254,8 +254,7 @@ def relative(found: Outcome, wanted: Outcome) -> tuple[float, float]:
     (a, da), (b, db) = found, wanted
     value = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
     rows = [0.0]
-    for x, y in zip(da, db, strict=True):
-        x, y = x.double(), y.double()
+    for x, y in ((x.double(), y.double()) for x, y in zip(da, db, strict=True)):
         length = y.norm(dim=-1)
         counted = length > 1e-3 * length.max()  # the rest would be zero but for rounding
         rows += ((x - y).norm(dim=-1)[counted] / length[counted]).tolist()

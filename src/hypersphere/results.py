@@ -3,10 +3,10 @@
 Every number in the documentation comes from a row in ``docs/rows/*.json``; ``hypersphere docs`` turns the rows into
 ``docs/results.md``, ``docs/benchmarks.md`` and ``docs/precision.md``. A file holds a list of rows with these keys:
 
-``kind``: ``"result"``, ``"benchmark"`` or ``"precision"``; ``group``: heading on the page; ``what``: what was measured, ``metric`` and
-``unit``; ``mean`` and ``interval`` (half width, or ``None``); ``seeds``; ``recipe`` and ``recipe_hash`` where there is
-one; ``command`` that prints the number; ``version`` of the code; ``hardware``; ``date``; ``published`` value where a
-paper has one, and a ``note``.
+``kind``: ``"result"``, ``"benchmark"`` or ``"precision"``; ``group``: heading on the page; ``what``: what was
+measured, ``metric`` and ``unit``; ``mean`` and ``interval`` (half width, or ``None``); ``seeds``; ``recipe`` and
+``recipe_hash`` where there is one; ``command`` that prints the number; ``version`` of the code; ``hardware``;
+``date``; ``published`` value where a paper has one, and a ``note``.
 """
 
 from __future__ import annotations

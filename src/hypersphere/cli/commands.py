@@ -32,7 +32,10 @@ COMMANDS = {
         "List the data sets that are found, check them, and say where the missing ones come from.",
     ),
     "record": ("results:record", "Write the results of finished runs, averaged over seeds, as rows for the docs."),
-    "docs": ("results:docs", "Write docs/results.md, benchmarks.md and precision.md from the measured rows in docs/rows."),
+    "docs": (
+        "results:docs",
+        "Write docs/results.md, benchmarks.md and precision.md from the measured rows in docs/rows.",
+    ),
     "plot": ("plot:plot_app", "Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name."),
 }
 """Where a command is defined, a function or a group, and the line that describes it (a test compares it)."""
