@@ -70,6 +70,14 @@ def vit():
     return transformers.ViTModel(config, add_pooling_layer=False)
 
 
+class Positions(Parts):
+    """A transformer that owns a matrix of positions, as those of timm do."""
+
+    def __init__(self, **parts):
+        super().__init__(**parts)
+        self.positions = nn.Parameter(torch.zeros(1, 5, 8))
+
+
 class Residual(nn.Module):
     """The names of a ResNet of torchvision."""
 
@@ -96,6 +104,9 @@ MODELS = {
         lambda: nn.Sequential(*mlp(3, 8, 8), nn.LayerNorm(8, elementwise_affine=False)),
         None,
     ),
+    "positions": (lambda: Positions(patch=nn.Linear(3, 8), blocks=Block(), head=nn.Linear(8, 5)), "head"),
+    "positions, wrapped": (lambda: Parts(inner=Positions(patch=nn.Linear(3, 8), fc=nn.Linear(8, 5))), "inner.fc"),
+    "positions without classifier": (lambda: Positions(patch=nn.Linear(3, 8), blocks=nn.Sequential(Block())), None),
     "blocks alone": (lambda: Parts(stem=nn.Linear(3, 8), blocks=nn.ModuleList([Block(), Block()])), None),
     "one block": (lambda: Parts(stem=nn.Linear(3, 8), body=nn.Sequential(Block())), None),
     "wrapped": (lambda: Parts(inner=Parts(inner=Residual())), "inner.inner.fc"),

@@ -268,7 +268,7 @@ def _last(part: nn.Module, rows: Sequence[Layer]) -> nn.Module | None:
 
 def _decided(model: nn.Module, rows: Sequence[Layer], order: Sequence[nn.Module] | None) -> nn.Module | None:
     """The output by the rule above."""
-    known = {row.module for row in rows}
+    known = {row.module for row in rows if row.kind}  # not what owns a matrix beside its layers, such as positions
     inner: nn.Module | None = model
     while inner is not None:  # a model that only wraps another one is read as that
         model, inner = inner, _wrapped(inner, known)
