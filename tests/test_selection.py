@@ -173,7 +173,7 @@ def test_everybody_knows_the_same_output(kind, who):
     if who == "energy":  # counts the output, in its role
         assert not left
         assert not output or found[output][1] == ""
-    elif (kind, who) == ("tied transformer", "apply"):
+    elif kind == "tied transformer" and who in ("apply", "adapt"):
         assert found[output][1] == "another module shares its weight"
     else:
         assert left == ([output] if output else [])
@@ -191,6 +191,39 @@ def test_an_explicit_output_wins(kind, who):
     found = ASKED[who](make(), None)
     assert "output" not in {role for role, _ in found.values()}
     assert not any(reason in LEFT for _, reason in found.values())
+
+
+def chosen_by_energy(model, **choice):
+    return [row.name for row in hs.energy.select(model, **choice)]
+
+
+def chosen_by_convert(model, **choice):
+    return [row.name for row in hs.nn.report(hs.nn.convert(model, **choice)).rows if not row.note]
+
+
+def chosen_by_apply(model, **choice):
+    return [row.name for row in hs.orthogonal.check(hs.orthogonal.apply(model, **choice)).rows]
+
+
+def chosen_by_adapt(model, **choice):
+    return list_adapters(hs.orthogonal.adapt(model, **choice))["default"]["targets"]
+
+
+@pytest.mark.parametrize("who", [chosen_by_energy, chosen_by_convert, chosen_by_apply, chosen_by_adapt])
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"types": "conv*", "skip": ()}, ["stem.0", "stem.1", "shortcut"]),
+        ({"types": nn.Conv2d, "skip": ("first", "shortcut")}, ["stem.1"]),
+        ({"include": "stem.*", "exclude": "*.0", "skip": ()}, ["stem.1"]),
+        ({"include": lambda name, layer: layer.weight.shape[0] == 5, "skip": ()}, ["fc"]),
+        ({"types": ("linear", nn.Conv2d), "skip": ("output", "shortcut")}, ["stem.0", "stem.1", "neck"]),
+    ],
+)
+def test_everybody_chooses_in_the_same_words(who, choice, expected):
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    parts = {"stem": stem, "shortcut": nn.Conv2d(3, 8, 1), "neck": nn.Linear(4, 4), "fc": nn.Linear(4, 5)}
+    assert who(Parts(**parts), **choice) == expected
 
 
 def test_the_output_by_name_pattern_and_module():

@@ -889,7 +889,27 @@ def test_targets():
     assert found("mlp.0") == ["0.mlp.0", "1.mlp.0"]
     assert found(None) == found("all-linear") == [*found("0.*"), *found("1.*")]
     assert found("2") == ["2"]
+    assert found(["all-linear", "1.mlp.0"]) == found(None)
+    assert found(["all-linear", "2"]) == [*found(None), "2"]
     assert found(lambda name, layer: name == "2") == ["2"]
+
+
+def test_what_cannot_be_adapted_is_left_out_with_the_reason_unless_it_is_named():
+    def make():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        nn.utils.parametrizations.weight_norm(model[1])
+        model[3].weight = model[2].weight
+        return model
+
+    model = adapt(make())
+    assert list_adapters(model)["default"]["targets"] == ["0"]
+    left = {row.name: row.reason for row in hs.orthogonal.check(model).left}
+    assert left["1"] == "its weight is parametrised: merge that first"
+    assert left["2"] == left["3"] == "another module shares its weight"
+    with pytest.raises(ArgumentError, match="targets must not have 1: its weight is parametrised"):
+        adapt(make(), targets=["0", "1"])
+    with pytest.raises(ArgumentError, match="targets must not be given together with types or include"):
+        adapt(make(), targets="0", types="linear")
 
 
 @pytest.mark.parametrize(

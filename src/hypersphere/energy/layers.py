@@ -111,6 +111,7 @@ def select(
     types: Types | None = None,
     include: Choice = (),
     exclude: Choice = (),
+    skip: str | Iterable[str] | None = (),
     decoupled_only: bool = False,
 ) -> Selection:
     """The linear, convolution and attention layers of a model, as matrices of neurons.
@@ -134,6 +135,8 @@ def select(
         include: Which layers to take: patterns of their names (``"stages.*"``), or a function of name and layer; by
             default all.
         exclude: Which not to take, in the same way.
+        skip: Places to leave out: ``"first"``, ``"output"``, ``"shortcut"``, as in
+            :func:`hypersphere.selection.select`.
         decoupled_only: Of a model that has decoupled layers take these alone.
 
     Raises:
@@ -167,6 +170,7 @@ def select(
         types=types,
         include=include or None,
         exclude=exclude or None,
+        skip=skip,
         output=output,
         obstacle=obstacle,
         strict=True,

@@ -21,7 +21,7 @@ import importlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -39,10 +39,9 @@ from hypersphere.geometry import at_least_float32
 from hypersphere.neurons import Layout, is_linear, is_ordinary
 from hypersphere.orthogonal.maps import Map, create
 from hypersphere.orthogonal.rotation import Rotation
-from hypersphere.selection import Layer, Output
+from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
-Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 _BOOK = "_book_of_adapters"  # attribute of a model that has adapters
 _SHOWN = 20
@@ -359,7 +358,11 @@ def adapt(
     method: str = "oft",
     *,
     name: str = "default",
-    targets: Targets | None = None,
+    targets: Choice | None = None,
+    types: Types | None = None,
+    include: Choice | None = None,
+    exclude: Choice | None = None,
+    skip: str | Iterable[str] | None = ("output",),
     output: Output = "auto",
     block_size: int | None = None,
     blocks: int | None = None,
@@ -393,9 +396,14 @@ def adapt(
             another permutation of the coordinates.
         name: Name of the adapter.
         targets: Which layers: whole names, last parts of names (``"q_proj"``, ``"self.query"``), patterns of whole
-            names (``"encoder.*.dense"``), ``"all-linear"``, or a function of name and layer. By default
-            ``"all-linear"``: all linear layers but the output layer; that one where it is the only linear layer and
-            ``output`` does not name it.
+            names (``"encoder.*.dense"``), ``"all-linear"``, or a function of name and layer. A layer named so that
+            cannot be adapted is an error. By default ``"all-linear"``: all linear layers that can be, but the output
+            layer; that one where it is the only linear layer and ``output`` does not name it.
+        types: Classes of layers, or patterns of their names (``"conv*"``), in place of ``targets``, as in
+            :func:`hypersphere.selection.select`; layers that cannot be adapted are left out.
+        include: Which layers, in place of ``targets``: patterns of whole names, or a function of name and layer.
+        exclude: Which not, in the same way.
+        skip: Places to leave alone where ``targets`` does not name layers: ``"first"``, ``"output"``, ``"shortcut"``.
         output: The output layer: its name, the module, ``None`` (for a feature extractor whose classifier is a head
             apart), or ``"auto"`` for the rule of :mod:`hypersphere.selection`.
         block_size: Size b of a block; by default 32, and 4 for butterflies. A layer whose neurons have a size that it
@@ -477,7 +485,8 @@ def adapt(
         "bias": bias,
         "train": [train] if isinstance(train, str) else list(train),
     }
-    rows = _selected(model, targets, output, input_centric)
+    choice = {"types": types, "include": include, "exclude": exclude, "skip": skip}
+    rows = _selected(model, targets, choice, output, input_centric)
     layers: dict[str, Any] = {row.name: row.module for row in rows if row.chosen}
     made = {layer_name: _adapter(layer_name, layer, config) for layer_name, layer in layers.items()}
     extras = _extra_parameters(model, config["train"], bias, layers)
@@ -501,41 +510,53 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
-def _selected(model: nn.Module, targets: Targets | None, output: Output, input_centric: bool | None) -> list[Layer]:
+def _selected(
+    model: nn.Module, targets: Choice | None, choice: dict[str, Any], output: Output, input_centric: bool | None
+) -> list[Layer]:
     """All layers of a model, those that are to be adapted without a reason."""
-    rows = selection.layers(model, output=output)
-    found = {row.name: row for row in rows if isinstance(row.module, neurons.PLAIN) or is_linear(row.module)}
-    if callable(targets):
-        wanted = {name for name, row in found.items() if targets(name, row.module)}
-    elif targets is None and "" in found:  # the model is a layer
-        wanted = {""}
-    else:
-        patterns = ["all-linear"] if targets is None else [targets] if isinstance(targets, str) else list(targets)
-        wanted = {name for pattern in patterns for name in _hits(found, pattern, explicit=output != "auto")}
+    if targets is not None and not (choice["types"] is choice["include"] is None):
+        raise ArgumentError("targets", "must not be given together with types or include")
+    found = {row.name: row for row in selection.layers(model, output=output) if _has_kind(row)}
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    for name in wanted:
-        obstacle = _obstacle(found[name].module, holders, input_centric)
-        if obstacle:
-            raise ArgumentError("targets", f"must not have {name or type(model).__name__}: {obstacle}")
 
-    def why(row: Layer) -> str:
-        if row.reason or row.name in wanted:
-            return row.reason
-        if row.name not in found:
-            return f"no adapter for {row.kind}"
-        return "the output" if row.role == "output" else "not in targets"
+    def obstacle(row: Layer) -> str:
+        return _obstacle(row.module, holders, input_centric) if _has_kind(row) else f"no adapter for {row.kind}"
 
-    decided = [replace(row, reason=why(row)) for row in rows]
+    if targets is None and choice["types"] is choice["include"] is None:
+        targets = "all-linear"
+    wanted, named = _wanted(found, targets)
+    for name in named:
+        if why := obstacle(found[name]):
+            raise ArgumentError("targets", f"must not have {name or type(model).__name__}: {why}")
+    linear = [row.role for row in found.values() if is_linear(row.module)]
+    if named or (output == "auto" and targets == "all-linear" and linear == ["output"]):
+        choice = {**choice, "skip": ()}
+    rows = selection.select(model, output=output, obstacle=obstacle, **choice)
+    decided = [row if row.reason or row.name in wanted else replace(row, reason="not in targets") for row in rows]
     selection.chosen(model, decided, "targets")
     return decided
 
 
-def _hits(found: Mapping[str, Layer], pattern: str, *, explicit: bool) -> set[str]:
+def _has_kind(row: Layer) -> bool:
+    return isinstance(row.module, neurons.PLAIN) or is_linear(row.module)
+
+
+def _wanted(found: Mapping[str, Layer], targets: Choice | None) -> tuple[set[str], set[str]]:
+    """The layers that ``targets`` means, and those of them that it names; of ``None`` all."""
+    if targets is None or ("" in found and targets == "all-linear"):  # the model is a layer
+        return set(found), set(found) if targets else set()
+    if callable(targets):
+        wanted = {name for name, row in found.items() if targets(name, row.module)}
+        return wanted, wanted
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    named = {name for pattern in patterns if pattern != "all-linear" for name in _hits(found, pattern)}
+    linear = {name: row.role for name, row in found.items() if is_linear(row.module) and "all-linear" in patterns}
+    # Nothing is skipped beside what is named.
+    return named | {name for name, role in linear.items() if not named or role != "output"}, named
+
+
+def _hits(found: Mapping[str, Layer], pattern: str) -> set[str]:
     """The layers that a name or a pattern means; a whole name means one, also if others end like that."""
-    if pattern == "all-linear":
-        linear = {name: row for name, row in found.items() if is_linear(row.module)}
-        hidden = {name for name, row in linear.items() if row.role != "output"}
-        return hidden if hidden or explicit else set(linear)
     hits = {pattern} if pattern in found else {name for name in found if _matches(name, pattern)}
     if not hits:
         names = [*list(found)[:_SHOWN], *(["..."] if len(found) > _SHOWN else [])]
