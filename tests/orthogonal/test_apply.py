@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -759,6 +760,17 @@ def test_report_prints_a_table():
     ]
     assert text.splitlines()[3].split(maxsplit=9)[-1] == 'the output (skip="output")'
     assert text.endswith("2 rotations, 43 unconstrained parameters")
+
+
+@pytest.mark.parametrize("options", [{"map": "householder", "form": "product"}, {"map": "loewdin"}, {"sides": "both"}])
+def test_a_report_shows_what_is_no_number(options):
+    model = hs.orthogonal.apply(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2)), **options)
+    with torch.no_grad():
+        model[0].parametrizations.weight[0].free.fill_(torch.nan)
+    report = hs.orthogonal.check(model)
+    assert math.isnan(report.error)
+    assert math.isnan(report.gram)
+    assert "nan" in str(report)
 
 
 def test_activations_may_be_recomputed():

@@ -82,6 +82,17 @@ def close(found, expected, tolerance=1e-10):
     assert (found - expected).abs().max() <= tolerance, found
 
 
+class Count(TorchDispatchMode):
+    """Counts products of matrices, not of those with a few vectors."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        self.number += name in ("mm", "bmm", "baddbmm", "addmm") and args[-1].shape[-1] != 8
+        return func(*args, **(kwargs or {}))
+
+
 def random_orthogonal(d, batch=(), dtype=torch.float64):
     return torch.linalg.qr(torch.randn(*batch, d, d, dtype=dtype))[0]
 
@@ -144,7 +155,11 @@ def test_published_newton_schulz_after_five_steps():
         [0.36251984578, 0.84225776371, -0.39896174161],
         [-0.11817906304, 0.46614622722, 0.87674491313],
     ]
-    close(loewdin(P3, "newton-schulz", 5, "frobenius"), expected)
+    X = P3 / P3.norm()
+    for _ in range(5):  # the steps as they were published; those of the map are scaled, and have converged by then
+        X = 1.5 * X - 0.5 * X @ X.mT @ X
+    close(X, expected)
+    assert (loewdin(P3, "newton-schulz", 5, "frobenius") - loewdin(P3)).abs().max() < (X - loewdin(P3)).abs().max() / 10
 
 
 def test_published_canonical():
@@ -444,6 +459,52 @@ def test_newton_schulz_gradient_over_the_stated_range():
     close(m(1e3 * P), m(P), 1e-10)  # the scale of P does not count
 
 
+@pytest.mark.parametrize(("ratio", "steps"), [(3, 5), (10, 6), (100, 9), (1000, 11)])
+def test_newton_schulz_takes_few_products_both_ways(ratio, steps):
+    """Value and gradient are those of a singular value decomposition in float64, and the products are counted."""
+    d = 24
+    U, V = random_orthogonal(d), random_orthogonal(d)
+    sigma = torch.logspace(0, -math.log10(ratio), d, dtype=torch.float64)
+    P, G = (U * sigma) @ V, torch.randn(d, d, dtype=torch.float64)
+    C = U.mT @ G @ V.mT
+    slope = U @ ((C - C.mT) / (sigma + sigma[:, None])) @ V  # of the Sylvester equation, written out
+    m = create("ls", method="newton-schulz", steps=steps)
+    rounding = 2e-7 * ratio  # as much as rounding P to float32 may do
+    assert orthogonality_error(m(P.float()).double()) < 1e-6
+    assert (m(P.float()) - U @ V).abs().max() < rounding
+    assert torch.linalg.norm(gradient(m, P.float(), G.float()) - slope) < 20 * rounding * torch.linalg.norm(slope)
+    wide = create("ls", method="newton-schulz", steps=steps + 1)
+    close(wide(P), U @ V, 1e-9)
+    close(gradient(wide, P, G), slope, 1e-6 * ratio)
+    leaf = P.float().requires_grad_()
+    with Count() as forward:
+        R = m(leaf)
+    assert forward.number == 2 * steps
+    with Count() as backward:
+        R.sum().backward()
+    assert backward.number <= 3 + 5 * steps
+
+
+def test_newton_schulz_of_many_steps_has_a_backward_pass_of_as_many():
+    P = torch.randn(4, 4, requires_grad=True)
+    R = create("ls", method="newton-schulz", steps=60)(P)
+    with Count() as backward:
+        R.square()[..., 0].sum().backward()
+    assert backward.number < 6 * 60
+
+
+@pytest.mark.parametrize("estimate", [0.7, 1.0])
+def test_the_scales_of_newton_schulz_reach_as_far_as_they_say(estimate):
+    for steps in range(5, 25):
+        for dtype, error in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+            if algebra.reach(steps, dtype) < 4:
+                continue
+            x = torch.logspace(-math.log10(algebra.reach(steps, dtype)), 0, 500, dtype=torch.float64) / estimate
+            for c in algebra.cubic_scales(steps, 1 / algebra.reach(steps, dtype), algebra.ABOVE):
+                x = c * x * (3 - (c * x) ** 2) / 2
+            assert (x - 1).abs().max() < error
+
+
 # ------------------------------------------------------------------------------------------- invariants
 
 sizes = st.integers(2, 24)
@@ -572,6 +633,38 @@ def test_a_large_skew_matrix_keeps_its_digits():
     assert orthogonality_error(exponential(P)) < 5e-6 < orthogonality_error(torch.matrix_exp(W))
 
 
+SCALES = (1e-30, 1e-20, 1e-10, 1e-3, 1.0, 1e3, 1e6, 1e10, 1e20, 1e30)
+
+
+@pytest.mark.parametrize("d", [2, 3, 8, 33])
+@pytest.mark.parametrize("name", [n for n in EXACT | NEAR if n != "exponential fixed"])
+def test_matrices_of_any_norm_are_orthogonal_in_float32(name, d):
+    """And have finite gradients; where the scale of P does not count, these go with its inverse."""
+    m = (EXACT | NEAR)[name]
+    P, G = near_orthogonal(d, (3,)), torch.randn(3, d, d)
+    for scale in SCALES:
+        leaf = (scale * P).float().requires_grad_()
+        R = m(leaf)
+        assert orthogonality_error(R.detach().double()).max() < 3e-6, scale
+        found = torch.autograd.grad((R * G).sum(), leaf)[0]
+        assert found.isfinite().all()
+        if m.retracts:
+            assert (R - m(P)).abs().max() < 1e-5, scale
+            expected = gradient(m, P, G.double())
+            assert torch.linalg.norm(scale * found.double() - expected) < 1e-4 * torch.linalg.norm(expected), scale
+
+
+@pytest.mark.parametrize("d", [3, 4, 33])
+def test_cayley_of_large_matrices_is_that_of_float64(d):
+    P = torch.randn(d, d)
+    for scale in (1e2, 1e4, 1e6):
+        exact = cayley((scale * P).double())
+        assert (cayley(scale * P) - exact).abs().max() < 1e-4
+    # An odd number of dimensions has an axis that stays; nothing else does.
+    R = cayley(1e20 * P)
+    assert float(R.trace()) == pytest.approx(2 - d if d % 2 else -d, abs=1e-3)
+
+
 @pytest.mark.parametrize("name", WARM)
 def test_refining_along_a_random_walk_stays_exact(name):
     """200 steps of relative size 1e-2 with a drift, in float32, against the exact map after every ten."""
@@ -636,14 +729,6 @@ def test_a_fixed_norm_of_the_exponential_serves_all_smaller_ones(norm):
 
 def test_the_exponential_takes_few_products():
     """Five for the polynomial, one for each squaring and two that correct R; twice as many but for these backwards."""
-
-    class Count(TorchDispatchMode):
-        number = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func._schema.name.split("::")[1]
-            self.number += name in ("mm", "bmm", "baddbmm", "addmm")
-            return func(*args, **(kwargs or {}))
 
     P = torch.randn(2, 6, 6, requires_grad=True)
     with Count() as forward:

@@ -543,12 +543,12 @@ class Report:
     @property
     def error(self) -> float:
         """Largest orthogonality error."""
-        return max((row.error for row in self.rows), default=0.0)
+        return _largest(row.error for row in self.rows)
 
     @property
     def gram(self) -> float:
         """Largest relative change of an inner product between neurons."""
-        return max((row.gram for row in self.rows), default=0.0)
+        return _largest(row.gram for row in self.rows)
 
     def __str__(self) -> str:
         columns = dict.fromkeys(("map", "neurons", "matrices"), "left")
@@ -562,6 +562,11 @@ class Report:
         return f"{selection.table(columns, lines)}\n{len(self.rows)} rotations, {total:,} unconstrained parameters"
 
     __repr__ = __str__
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """The largest number, NaN if one is, which is worse than any."""
+    return max(numbers, key=lambda number: (math.isnan(number), number), default=0.0)
 
 
 @torch.no_grad()
@@ -634,6 +639,8 @@ def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float, role
 def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
     """Largest relative change of inner products, or of singular values; in float64, not to measure itself."""
     before, after = before.double(), after.double()
+    if not bool(after.isfinite().all()):
+        return math.nan
     if both:
         old, new = torch.linalg.svdvals(before), torch.linalg.svdvals(after)
     else:

@@ -2,8 +2,9 @@ r"""Maps from an unconstrained tensor ``P`` to an orthogonal matrix ``R``, by na
 
 All of them work on ``(..., d, d)`` tensors, compute in float32 or wider (also under autocast) and answer in the type of
 ``P``. Their derivatives are closed forms that stay finite for repeated singular values, at the identity and at any
-orthogonal ``P``; see :mod:`hypersphere.orthogonal.algebra`. Orthogonality error in float32 up to d = 1000 or so, and
-products of :math:`2d^3` operations in the two passes:
+orthogonal ``P``; see :mod:`hypersphere.orthogonal.algebra`. A NaN among the entries that are read is one in
+``R``. Orthogonality error in float32 up to d = 1000 or so, for norms of ``P`` from 1e-30 to 1e30 (where a map has
+a limit, its options say so), and products of :math:`2d^3` operations in the two passes:
 
 =================================  ==============  ===============================  =================
 map                                error           forward                          backward
@@ -15,7 +16,7 @@ cayley, solve                      1e-6            LU + 2; GPU: Cholesky + 7    
 cayley, newton                     1e-6            2 a refinement + 2               2
 cayley, neumann                    |W|^(2k + 2)    3 (terms 4)                      6
 loewdin, svd                       1e-6            SVD                              6
-loewdin, newton-schulz             1e-6            2 a step                         3 + 5 to 13
+loewdin, newton-schulz             1e-6            2 a step                         3 + 14, or 5 a step
 exponential                        1e-6            7 + log2(max_norm / 1.6)         10 + 2 a squaring
 =================================  ==============  ===============================  =================
 """
@@ -201,7 +202,8 @@ class Cayley(Map):
     :math:`M = \tfrac12 (R^T + I) G (R^T + I)`, but for ``neumann``, which is differentiated as the polynomial it is.
 
     Args:
-        method: ``"solve"``: a factorisation, no wait. ``"newton"``: the same when called; :meth:`refine` starts from
+        method: ``"solve"``: a factorisation, no wait; on a GPU for spectral norms of W up to 1,000, beyond which R is
+            not orthogonal there. ``"newton"``: the same when called; :meth:`refine` starts from
             the last ``R`` and refines :math:`(I - W)^{-1} = (R + I)/2` with products alone, exact to rounding while
             the spectral norm of the change of ``W`` is below 0.03 (two refinements) or 0.15 (three), convergent below
             1. Beyond, it is started anew at :math:`(I - W)^T / c`, finite and convergent over the next steps: look at
@@ -423,10 +425,11 @@ class Loewdin(Map):
     Args:
         method: ``"svd"`` waits for the device. ``"newton"`` is :math:`X \leftarrow (X + X^{-T})/2` and scaling, for any
             condition; its backward pass waits. ``"newton-schulz"`` is :math:`X \leftarrow \tfrac32 X - \tfrac12 XX^TX`,
-            products alone and no wait in both passes; it needs a ``P`` near an orthogonal matrix: with the default
-            seven steps the error is below 1e-6 for singular values in a ratio of up to 3, and each further step allows
-            for one 1.5 times as large.
-        steps: Of the iteration; 10 (``newton``) or 7 (``newton-schulz``) if not given.
+            each step scaled by the range that the singular values can have by then: products alone and no wait in both
+            passes. With five steps the error is below 1e-6 for singular values in a ratio of up to 4 (in float64 six,
+            and below 1e-12), and each further step allows for one 2.5 times as large: 6 steps for 10, 9 for 100, 11
+            for 1,000. The backward pass takes no more than five products a step.
+        steps: Of the iteration; 10 (``newton``) or 5 (``newton-schulz``) if not given.
         scale: Of the start of Newton-Schulz: by the largest singular value, estimated with a few vectors
             (``"spectral"``), by the Frobenius norm (``"frobenius"``), which takes more steps, or ``"none"``, for
             singular values between 0.5 and 1.5, as training keeps them that continues from ``P = R`` now and then.
@@ -454,7 +457,7 @@ class Loewdin(Map):
 
     def evaluate(self, P: Tensor) -> Tensor:
         """``R`` of a ``P`` in float32 or wider."""
-        steps = self.steps or (7 if self.method == "newton-schulz" else 10)
+        steps = self.steps or (5 if self.method == "newton-schulz" else 10)
         return algebra.polar(P, self.method, steps, self.scale)
 
 

@@ -119,6 +119,20 @@ def is_finite_at_the_edges(name: str) -> None:
 
 
 @CONTRACT.check
+def passes_on_what_is_no_number(name: str) -> None:
+    """A NaN in ``P`` is one in ``R`` of this matrix, and of no other one, and says so in the orthogonality error."""
+    for member in members(name):
+        good = member.start(4, batch=(3,), dtype=torch.float32)
+        for places in ((slice(None), slice(None)), ([1, 2], [2, 1])):
+            P = good.clone()
+            P[1][places] = torch.nan
+            R = member(P)
+            assert bool(R[1].isnan().any()), f"{member} makes {R[1]} of NaN"
+            assert bool(orthogonality_error(R).isnan()[1]), f"the orthogonality error of {member} hides NaN"
+            numeric.close(R[::2], member(good)[::2], 1e-6, f"{member} beside NaN")
+
+
+@CONTRACT.check
 def batches_are_their_matrices(name: str) -> None:
     """A batch of matrices has the maps of each."""
     for member in members(name):
