@@ -28,6 +28,7 @@ from hypersphere.losses import (
     Schedule,
     losses,
     memory_estimate,
+    objective,
     streaming,
     suggest_scale,
 )
@@ -51,6 +52,7 @@ each_head = pytest.mark.parametrize("name", HEADS)
 
 D, C = 6, 5
 Y = torch.tensor([0, 4, 2, 2, 1, 3])
+W = torch.linspace(0.5, 2, C)
 
 
 def build(name, dim=D, classes=C, **options):
@@ -272,8 +274,8 @@ def test_probability_floor(name, smoothing):
     for key, gradient in gradients(head, found, x).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-7, atol=1e-9, msg=key)
     assert found.max() <= -math.log(0.01)
-    with pytest.raises(ArgumentError, match=r"^labels must be classes \(6,\) with probability_floor, got soft labels"):
-        head(x, shares)
+    soft = head(x, F.one_hot(Y, C).double())
+    torch.testing.assert_close(soft, found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("gradient", ["exact", "cgd", "caffe"])
@@ -331,31 +333,28 @@ def test_one_hot_shares_are_hard_labels(name, smoothing):
         torch.testing.assert_close(found[key], gradient, rtol=1e-7, atol=1e-9, msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name in SOFT if name != "curricularface"])
-def test_a_mixture_of_two_classes_has_the_mixed_loss(name):
-    head = build(name, reduction="none").double().eval()
-    x, other = features(dtype=torch.float64), (Y + 2) % C
-    shares = 0.3 * F.one_hot(Y, C).double() + 0.7 * F.one_hot(other, C).double()
-    torch.testing.assert_close(head(x, shares), 0.3 * head(x, Y) + 0.7 * head(x, other), rtol=1e-9, atol=1e-9)
+def test_shares_are_compared_with_some_targets_at_a_time(monkeypatch):
+    """Where the negatives depend on the target, in chunks of targets: the same numbers and gradients."""
+    x, shares = features(dtype=torch.float64), F.softmax(features(len(Y), C, 3).double(), 1)
+    for name in ("curricularface", "circle", "sphereface2"):
+        found = []
+        for size in (2**23, 2 * len(Y) * C):
+            monkeypatch.setattr(objective, "CHUNK_ELEMENTS", size)
+            head = build(name, m=torch.linspace(0.1, 0.5, C), class_weights=torch.linspace(0.5, 2, C)).double().eval()
+            leaf = x.clone().requires_grad_()
+            loss = head(leaf, shares)
+            found.append({"loss": loss, **gradients(head, loss, leaf)})
+        for key, value in found[0].items():
+            torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-14, msg=f"{name} {key}")
 
 
-def test_curricularface_compares_with_the_expected_own_cosine():
-    """Its rule needs one own class; of shares it takes the mean cosine, which makes it finite and in between."""
-    head = build("curricularface", reduction="none").double().eval()
-    head.progress.fill_(0.4)
-    x = features(dtype=torch.float64)
-    shares = F.softmax(features(len(Y), C, 3).double(), 1)
-    cosines = head.cosines(x)
-    own = (shares * cosines).sum(1, keepdim=True)
-    hard = cosines > (own.acos() + 0.5).cos()
-    other = 4 * torch.where(hard, cosines * (0.4 + cosines), cosines)
-    target = 4 * head.spec.psi(cosines, m=0.5)
-    loss = 0
-    for j in range(C):
-        logits = other.clone()
-        logits[:, j] = target[:, j]
-        loss = loss - shares[:, j] * logits.log_softmax(1)[:, j]
-    torch.testing.assert_close(head(x, shares), loss)
+def test_a_step_with_shares_moves_the_progress_of_curricularface_by_the_expected_own_cosine():
+    head = build("curricularface", rate=0.25).double().train()
+    x, shares = features(dtype=torch.float64), F.softmax(features(len(Y), C, 3).double(), 1)
+    head(x, shares)
+    assert head.progress.item() == pytest.approx(
+        0.25 * float((shares * head.cosines(x).detach()).sum(1).mean()), rel=1e-12
+    )
 
 
 def test_shares_are_those_of_cross_entropy():
@@ -365,8 +364,43 @@ def test_shares_are_those_of_cross_entropy():
     for reduction in ("mean", "sum", "none"):
         head.spec = dataclasses.replace(head.spec, reduction=reduction)
         torch.testing.assert_close(head(x, shares), F.cross_entropy(head.logits(x), shares, reduction=reduction))
-    head = build("softmax", label_smoothing=0.1)
-    torch.testing.assert_close(head(x, shares), F.cross_entropy(head.logits(x), shares, label_smoothing=0.1))
+        for options in ({"label_smoothing": 0.1}, {"class_weights": W}, {"label_smoothing": 0.1, "class_weights": W}):
+            other = build("normface", reduction=reduction, **options)
+            own = {"label_smoothing": options.get("label_smoothing", 0), "weight": options.get("class_weights")}
+            wanted = F.cross_entropy(other.logits(x), shares, **own, reduction=reduction)
+            torch.testing.assert_close(other(x, shares), wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["softmax", "l-softmax"])
+def test_long_features_in_half_precision_have_the_gradients_of_hard_labels(name, seed):
+    torch.manual_seed(seed)
+    head = build(name).half().eval()
+    x = (1e4 * torch.randn(3, D)).clamp(-6e4, 6e4).half().requires_grad_()
+    labels = torch.randint(C, (3,))
+    hard, soft = head(x, labels), head(x, F.one_hot(labels, C).float())
+    torch.testing.assert_close(soft, hard)
+    expected = gradients(head, hard, x)
+    for key, gradient in gradients(head, soft, x).items():
+        torch.testing.assert_close(gradient, expected[key], rtol=2e-3, atol=2e-3 * float(expected[key].abs().max()))
+
+
+@pytest.mark.parametrize("sampled", [1.0, 0.3])
+def test_weighted_smoothing_of_sampled_classes_is_that_of_cross_entropy(sampled):
+    """Of the classes compared with, on both paths."""
+    for path in ("dense", "chunked"):
+        options = {"sample_rate": sampled, "label_smoothing": 0.2, "s": 8.0, "m": 0.2, "path": path}
+        torch.manual_seed(0)
+        head = hs.losses.CosFace(D, 40, class_weights=torch.linspace(0, 2, 40), **options).double().train()
+        x, rows = features(dtype=torch.float64), torch.arange(40)
+        if sampled < 1:
+            torch.manual_seed(5)
+            rows = head.sample(Y)
+            torch.manual_seed(5)
+        logits = head.margin_logits(x, Y)[:, rows]
+        columns = torch.searchsorted(rows, Y)
+        wanted = F.cross_entropy(logits, columns, weight=head.class_weights[rows], label_smoothing=0.2)
+        torch.testing.assert_close(head(x, Y), wanted)
 
 
 @pytest.mark.parametrize("name", ["contrastive", "center", "triplet", "a-softmax"])

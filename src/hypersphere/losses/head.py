@@ -46,8 +46,10 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     ``g`` (or another rule of ``negatives``) and :math:`\psi` a margin of it. Every published loss is a named preset of
     this class, and the options from ``annealer`` on work with each of them.
 
-    Labels are targets ``(B,)`` or soft labels ``(B, C)`` (mixup): then the loss is the expectation of the loss under
-    them. With many classes nothing of size ``(B, C)`` is ever held (see :attr:`path`).
+    Labels are targets ``(B,)`` or soft labels ``(B, C)`` (mixup): then the loss is the expectation of the losses of all
+    targets under them. Class weights, label smoothing and the mean are those of
+    :func:`torch.nn.functional.cross_entropy`; :func:`~hypersphere.losses.objective.sample_losses` says it in a formula.
+    With many classes nothing of size ``(B, C)`` is ever held (see :attr:`path`).
 
     What the head computes is its :class:`HeadSpec` (``head.spec``); what it keeps is listed in :class:`HeadState`. A
     loss of your own is a subclass that chooses the parts and, where these do not do, overrides these methods, as the
@@ -60,6 +62,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     :meth:`plain_value`     target value without the margin
     :meth:`offset`          a learned number added to every value
     :meth:`sample_loss`     loss of each sample from its target logit and what its negatives amount to
+    ``loss_factor``         what that is multiplied with
     :meth:`penalty`         what is added to each sample's loss
     :meth:`typical_norm`    feature norm at which :meth:`psi` is shown
     :meth:`details`         what else ``print`` shows
@@ -87,7 +90,8 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         annealer: Blends the margin in over the first training steps.
         gradient: ``"exact"``, ``"cgd"`` (the margin changes the value, the slope stays that of the cosine) or
             ``"caffe"`` (what the released SphereFace layer computes).
-        class_weights: ``(C,)``; a sample counts by its class' weight, and the mean is the weighted mean.
+        class_weights: ``(C,)``; a sample counts by its class' weight, and the mean is the weighted mean (that of soft
+            labels is by the number of samples).
         label_smoothing: Share of the target that is spread evenly over all classes, in [0, 1).
         probability_floor: Added to every probability inside the logarithm, which bounds the loss of a sample. The
             released code of SphereNet and of the decoupled networks has 1e-4, with ``label_smoothing=0.01``. The two
@@ -132,6 +136,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         **{"rotation": None, "probability_floor": 0.0},
         **{"negatives": "plain", "subcentres": 1},
     }
+    loss_factor: float = 1.0
     softmax_scale: ClassVar[bool] = True
     takes_soft_labels: ClassVar[bool] = True
 
@@ -211,12 +216,13 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     def rule_parameters(
         self, batch: Batch, sizes: Mapping[str, Any], target: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Parameters of the rule of negatives: scalars or ``(B, 1)``.
+        """Parameters of the rule of negatives: scalars or ``(B, 1)``, or ``(B, C)`` of each target for soft labels.
 
         Args:
             batch: The batch.
             sizes: The margin's arguments.
-            target: ``(B,)`` target cosines, where they are known already; see :meth:`target_cosines`.
+            target: ``(B,)`` target cosines, where they are known already; see :meth:`target_cosines`. For soft labels
+                those of all classes, ``(B, C)``.
         """
         rule = self.spec.negatives
         if target is None:
@@ -231,21 +237,19 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         """A learned number added to every value."""
         return None
 
-    def sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-        """Loss of each sample, of the shape of its target logit: the cross-entropy, or the sum of binary terms.
+    def sample_loss(self, negatives: Tensor, target: Tensor) -> Tensor:
+        """Loss of each target, of the shape of its logit: the cross-entropy, or the sum of binary terms.
 
         Args:
             negatives: The rule's reduction of the non-target logits.
-            total: Their sum, with label smoothing.
             target: Target logits.
-            compared: Number of classes compared with.
         """
         if not self.spec.negatives.softmax:
             return self.spec.negatives.target_term(target) + negatives
-        return cross_entropy(self.spec, negatives, total, target, compared)
+        return cross_entropy(self.spec, negatives, target)
 
     def penalty(self, batch: Batch) -> Tensor | float:
-        """What is added to each sample's loss: ``(B,)`` or a number."""
+        """What is added to each sample's loss: ``(B,)`` or a number, or ``(1, C)`` of each target for soft labels."""
         return 0.0
 
     def typical_norm(self) -> float:

@@ -112,9 +112,11 @@ class Negatives:
     def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
         """What value and slope take beside cosines: scalars or columns ``(B, 1)``; see :func:`as_column`.
 
+        With soft labels every class is a target: what depends on the target is then ``(1, C)`` or ``(B, C)``.
+
         Args:
-            sizes: The head's margins by name, each a number, a scalar, ``(B,)`` or ``(B, 1)``.
-            target: ``(B,)`` target cosines without gradient; empty unless ``needs_target``.
+            sizes: The head's margins by name, each a number, a scalar, ``(B,)``, ``(B, 1)`` or ``(1, C)``.
+            target: ``(B,)`` or ``(B, C)`` target cosines, which get no gradient; empty unless ``needs_target``.
             annealing: Weight of the plain function against the margin, if there is an annealer.
         """
         return ()
@@ -125,7 +127,7 @@ class Negatives:
         return type(self).parameters is not Negatives.parameters
 
     def value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
-        """Value at cosines ``(B, k)``; parameters are scalars or ``(B, 1)``."""
+        """Value at cosines ``(B, k)``; parameters are scalars or broadcast."""
         value = self._value(cosines, *parameters)
         return cosines + (value - cosines).detach() if self.detach else value
 
@@ -256,10 +258,7 @@ class Hardened(Negatives):
 
     def parameters(self, sizes: Mapping[str, Any], target: Tensor, annealing: Tensor | None) -> tuple[Tensor, ...]:
         """The target value under an additive angular margin m, and T."""
-        m = sizes["m"]
-        if isinstance(m, Tensor) and m.dim() == 2:  # a column, of soft labels
-            m = m.squeeze(1)
-        threshold = AdditiveAngle("raw")(target, m=m)
+        threshold = AdditiveAngle("raw")(target, m=sizes["m"])
         return as_column(threshold, target), as_column(self.progress, target)
 
     def _value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:

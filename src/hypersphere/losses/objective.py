@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from hypersphere.geometry import norm
+from hypersphere.geometry import norm, transformed
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.negatives import Negatives
 from hypersphere.losses.spec import HeadSpec
-from hypersphere.losses.streaming import ClassProblem, class_cosines, class_statistics, scaled
+from hypersphere.losses.streaming import CHUNK_ELEMENTS, ClassProblem, class_cosines, class_statistics, scaled
 from hypersphere.margins import NoMargin
 
 if TYPE_CHECKING:
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 
 
 def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False) -> tuple[Tensor, Tensor]:
-    """Loss and weight of every sample, both ``(B,)``, before they are reduced.
+    r"""Loss of every sample, weighted, and what each counts in the mean, both ``(B,)``, before they are reduced.
+
+    There is one definition of targets, that of :func:`torch.nn.functional.cross_entropy`. With :math:`\ell_y` the loss
+    with y as the target (its margin on y, and the negatives that go with y), K classes, class weights w and label
+    smoothing :math:`\varepsilon`,
+
+    .. math:: L_y = (1 - \varepsilon)\,w_y\,\ell_y + \frac{\varepsilon}{K} \sum_c w_c\,\ell_{y,c}
+
+    where :math:`\ell_{y,c}` is what predicting c would cost with the same logits. A hard label costs :math:`L_y`, and
+    shares q of the classes cost their expectation :math:`\sum_y q_y L_y`. In the mean a hard label counts
+    :math:`w_y`, and shares count 1.
 
     Args:
         head: A head.
@@ -37,10 +48,10 @@ def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False
 
 
 def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]:
-    """Loss and weight of every sample with one target each."""
+    """Of one target each."""
     spec, caffe = head.spec, head.imitates_caffe
     scale, sizes = head.scale(batch.norms), head.margin_sizes(batch)
-    weight, columns, bias = head.compared(batch)
+    weight, columns, bias, class_weights = head.compared(batch)
     parameters = head.rule_parameters(batch, sizes)
     problem = ClassProblem(
         batch.units,
@@ -54,6 +65,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         spec.subcentres,
         unit=spec.unit_weights and not caffe,
         total=spec.label_smoothing > 0 and not spec.all_logits,
+        class_weights=class_weights,
         low=low,
     )
     found = class_statistics(problem, chunked=head.path == "chunked")
@@ -65,33 +77,131 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
     if spec.all_logits:
         cosines = class_cosines(batch.units, weight, spec.subcentres, problem.unit)
         logits = negative_logits(head, cosines, scale, parameters)
-        total = floored_total(logits, target, batch.labels, spec.probability_floor)
-    values = head.sample_loss(found.negatives, total, target, len(weight) // spec.subcentres) + head.penalty(batch)
-    weights = torch.ones_like(values) if batch.valid is None else batch.valid.to(values.dtype)
-    if head.class_weights is not None:
-        weights = weights * head.class_weights.to(values.dtype)[batch.labels]
-    return values if batch.valid is None else torch.where(batch.valid, values, 0.0), weights
+        total = _floored_total(head, logits, found.negatives, target, _is_target(batch.labels, logits))
+    own = None if class_weights is None else class_weights[columns]
+    values = _weighted(head, batch, (found.negatives, total, target), own, class_weights, problem.classes)
+    counts = torch.ones_like(values) if own is None else own
+    if batch.valid is None:
+        return values, counts
+    return torch.where(batch.valid, values, 0.0), torch.where(batch.valid, counts, 0.0)
 
 
 def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss and weight of every sample with soft labels: the expectation of the loss of each target."""
-    spec, shares, dtype = head.spec, batch.labels, batch.units.dtype
+    """Of shares of all classes."""
+    spec, dtype = head.spec, batch.units.dtype
     scale = head.scale(batch.norms)
     cosines = class_cosines(batch.units, head.weight, spec.subcentres, spec.unit_weights)
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
-    # Margins of each class (1, C) count by their shares, as a hard label takes that of its target.
-    expected = {name: _expected(value, shares) for name, value in sizes.items()}
-    logits = negative_logits(head, cosines, scale, head.rule_parameters(batch, expected, (shares * cosines).sum(1)))
+    parameters = head.rule_parameters(batch, sizes, cosines)
     length = None if spec.unit_weights else norm(head.weight.to(dtype))
     target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes)
     if head.bias is not None:
         target = target + head.bias.to(dtype)
-    total = logits.sum(1, keepdim=True) - logits
-    values = head.sample_loss(others(spec.negatives, logits), total, target, head.classes)
-    loss = (shares * values).sum(1) + head.penalty(batch)
-    if head.class_weights is None:
-        return loss, torch.ones_like(loss)
-    return loss, shares @ head.class_weights.to(dtype)
+    weights = None if head.class_weights is None else head.class_weights.to(dtype)
+    if spec.all_logits or any(_of_target(p) for p in parameters):
+        negatives, total = _by_target(head, cosines, scale, parameters, target)
+    else:
+        logits = negative_logits(head, cosines, scale, parameters)
+        negatives, weighted = others(spec.negatives, logits), logits if weights is None else logits * weights
+        total = weighted.sum(1, keepdim=True) - weighted
+    values = _weighted(head, batch, (negatives, total, target), weights, weights, head.classes)
+    loss = (batch.labels * values).sum(1)
+    return loss, torch.ones_like(loss)
+
+
+def _weighted(
+    head: MarginSoftmax,
+    batch: Batch,
+    found: tuple[Tensor, Tensor, Tensor],
+    own: Tensor | None,
+    weights: Tensor | None,
+    compared: int,
+) -> Tensor:
+    """The losses :math:`L_y` of :func:`sample_losses`, of the shape of the target logits.
+
+    Args:
+        head: A head.
+        batch: The batch.
+        found: Reduction of the non-target logits, their sum under the class weights, and the target logits.
+        own: Weights of the targets, which broadcast against their logits.
+        weights: Weights of the classes compared with, ``(K,)``.
+        compared: Their number K.
+    """
+    negatives, total, target = found
+    spec, factor = head.spec, head.loss_factor
+    plain = head.sample_loss(negatives, target) if compared > 1 or not spec.negatives.softmax else 0 * target
+    values = factor * plain + _column(head.penalty(batch), target)
+    if own is not None:
+        values = values * own
+    if spec.label_smoothing and compared > 1:
+        reached = -plain if spec.probability_floor else target
+        if own is None or weights is None:
+            spread = reached - (reached + total) / compared
+        else:
+            mean = weights.mean()
+            spread = (mean - own) * plain + mean * reached - (own * reached + total) / compared
+        values = values + factor * spec.label_smoothing * spread
+    return values
+
+
+def _of_target(parameter: Tensor) -> bool:
+    """Whether a parameter of a rule is another one for each class as the target, ``(1, C)`` or ``(B, C)``."""
+    return parameter.dim() == 2 and parameter.shape[1] > 1
+
+
+def _by_target(
+    head: MarginSoftmax, cosines: Tensor, scale: Tensor, parameters: tuple[Tensor, ...], target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What :func:`class_statistics` finds, with each class as the target, where the negatives depend on it: ``(B, C)``.
+
+    Every target has C logits of its own, of which those of some targets are held at a time.
+    """
+    batch, classes = cosines.shape
+    size = max(CHUNK_ELEMENTS // max(batch * classes, 1), 1)
+
+    def some(start: int, cosines: Tensor, scale: Tensor, target: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = (p[:, start : start + size] if _of_target(p) else p for p in parameters)
+        logits = negative_logits(
+            head, cosines.unsqueeze(1), scale.unsqueeze(1), tuple(p.unsqueeze(2) if p.dim() else p for p in chosen)
+        )
+        own = target[:, start : start + size]
+        is_target = _is_target(torch.arange(start, start + own.shape[1], device=own.device), logits[0])
+        rule = head.spec.negatives
+        if rule.softmax:
+            negatives = logits.masked_fill(is_target, float("-inf")).logsumexp(2)
+        else:
+            negatives = rule.term(logits).masked_fill(is_target, 0.0).sum(2)
+        if head.spec.all_logits:
+            return negatives, _floored_total(head, logits, negatives, own, is_target)
+        return negatives, _weighted_sum(head, logits, is_target)
+
+    given = (cosines, scale, target, *parameters)
+    if size >= classes or not torch.is_grad_enabled() or transformed():
+        found = [some(start, *given) for start in range(0, classes, size)]
+    else:  # computed anew in the backward pass
+        kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        found = [checkpoint(some, start, *given, **kept) for start in range(0, classes, size)]
+    negatives, totals = zip(*found, strict=True)
+    return torch.cat(negatives, 1), torch.cat(totals, 1)
+
+
+def _is_target(labels: Tensor, logits: Tensor) -> Tensor:
+    """Which logits ``(N, C)`` are those of the targets ``(N,)``."""
+    return torch.arange(logits.shape[-1], device=labels.device) == labels.unsqueeze(1)
+
+
+def _weighted_sum(head: MarginSoftmax, values: Tensor, is_target: Tensor) -> Tensor:
+    """Sums over the classes but the target, under the class weights."""
+    if head.class_weights is not None:
+        values = values * head.class_weights.to(values.dtype)
+    return values.masked_fill(is_target, 0.0).sum(-1)
+
+
+def _floored_total(head: MarginSoftmax, logits: Tensor, negatives: Tensor, target: Tensor, is_target: Tensor) -> Tensor:
+    """What stands for the sum of the non-target logits where probabilities have a floor: that of their logarithms."""
+    whole = torch.logaddexp(negatives, target).unsqueeze(-1)
+    logits = torch.where(is_target, target.unsqueeze(-1), logits)
+    return _weighted_sum(head, ((logits - whole).exp() + head.spec.probability_floor).log(), is_target)
 
 
 def negative_logits(head: MarginSoftmax, cosines: Tensor, scale: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
@@ -162,34 +272,20 @@ def annealed(value: Tensor, plain: Tensor, weight: Tensor | None) -> Tensor:
     return value if weight is None else (weight * plain + value) / (1 + weight)
 
 
-def cross_entropy(spec: HeadSpec, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-    r"""Cross-entropy of each sample from the log-sum-exp of the non-target logits and the target logit.
+def cross_entropy(spec: HeadSpec, negatives: Tensor, target: Tensor) -> Tensor:
+    r"""Cross-entropy of targets from the log-sum-exp of the non-target logits and the target logits, of one shape.
 
     .. math:: \mathrm{softplus}(\mathrm{logsumexp}_{j \ne y} z_j - z_y)
 
-    with the spec's label smoothing and probability floor.
-
-    Args:
-        spec: Spec of the head.
-        negatives: ``(B,)`` log-sum-exp of the non-target logits.
-        total: ``(B,)`` their sum (of logarithms of probabilities, where these have a floor).
-        target: ``(B,)`` target logits.
-        compared: Number of classes compared with.
+    with the spec's probability floor.
 
     Example:
-        >>> cross_entropy(HeadSpec(), torch.zeros(1), torch.zeros(0), torch.zeros(1), 2)
+        >>> cross_entropy(HeadSpec(), torch.zeros(1), torch.zeros(1))
         tensor([0.6931])
     """
-    if compared == 1:
-        return 0 * target
     if spec.probability_floor:
-        target = ((target - negatives).sigmoid() + spec.probability_floor).log()  # as total is of the others
-        loss = -target
-    else:
-        loss = F.softplus(negatives - target, threshold=50)
-    if spec.label_smoothing:
-        loss = loss + spec.label_smoothing * (target - (target + total) / compared)
-    return loss
+        return -((target - negatives).sigmoid() + spec.probability_floor).log()
+    return F.softplus(negatives - target, threshold=50)
 
 
 def others(rule: Negatives, logits: Tensor) -> Tensor:
@@ -200,42 +296,32 @@ def others(rule: Negatives, logits: Tensor) -> Tensor:
         >>> others(Plain(), torch.tensor([[1.0, 2.0]]))
         tensor([[2., 1.]])
     """
-    # From both sides: nothing is subtracted from a sum that contains it.
+    # Nothing is subtracted from a sum that it makes up most of.
     if rule.softmax:
-        left = F.pad(logits[:, :-1].logcumsumexp(1), (1, 0), value=float("-inf"))
-        right = F.pad(logits[:, 1:].flip(1).logcumsumexp(1).flip(1), (0, 1), value=float("-inf"))
-        return torch.logaddexp(left, right) if logits.shape[1] > 1 else left
+        top = logits.argmax(1, keepdim=True)
+        is_top = _is_target(top.squeeze(1), logits)
+        without_top = logits.masked_fill(is_top, float("-inf")).logsumexp(1, keepdim=True)
+        whole = logits.logsumexp(1, keepdim=True)
+        shares = (logits - whole).masked_fill(is_top, float("-inf")).exp()
+        return torch.where(is_top, without_top, whole + (-shares).log1p())
     terms = rule.term(logits)
     left = F.pad(terms[:, :-1].cumsum(1), (1, 0))
     return left + F.pad(terms[:, 1:].flip(1).cumsum(1).flip(1), (0, 1))
 
 
-def floored_total(logits: Tensor, target: Tensor, labels: Tensor, floor: float) -> Tensor:
-    """What stands for the sum of the non-target logits where probabilities have a floor: that of their logarithms.
+def reduced(values: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    """The sum of weighted losses ``(B,)``, by what they count the mean, or the losses; 0 where nothing counts.
 
     Example:
-        >>> floored_total(torch.zeros(1, 2), torch.zeros(1), torch.tensor([0]), 0.5)
-        tensor([0.])
-    """
-    place = labels.unsqueeze(1)
-    shares = logits.scatter(1, place, target.unsqueeze(1)).softmax(1)
-    return (shares + floor).log().scatter(1, place, 0.0).sum(1)
-
-
-def reduced(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
-    """The weighted mean or sum of losses ``(B,)``, or the weighted losses themselves; 0 where nothing counts.
-
-    Example:
-        >>> reduced(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 1.0]), "mean")
+        >>> reduced(torch.tensor([2.0, 4.0]), torch.tensor([2.0, 1.0]), "mean")
         tensor(2.)
     """
-    weighted = values * weights
     if reduction == "none":
-        return weighted
+        return values
     if reduction == "sum":
-        return weighted.sum()
-    total = weights.sum()
-    return weighted.sum() / torch.where(total > 0, total, 1.0)
+        return values.sum()
+    total = counts.sum()
+    return values.sum() / torch.where(total > 0, total, 1.0)
 
 
 def caffe_gradient(
@@ -277,12 +363,8 @@ def caffe_gradient(
     return surrogate - surrogate.detach()
 
 
-def _column(value: Any) -> Any:
-    """A per-sample value ``(B,)`` as a column; numbers, scalars and rows ``(1, C)`` as they are."""
-    return value.unsqueeze(1) if isinstance(value, Tensor) and value.dim() == 1 else value
-
-
-def _expected(value: Any, shares: Tensor) -> Any:
-    """A row ``(1, C)`` of numbers of each class as the mean ``(B, 1)`` under shares ``(B, C)``; others as they are."""
-    per_class = isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == shares.shape[1]
-    return (shares * value).sum(1, keepdim=True) if per_class else value
+def _column(value: Any, like: Tensor | None = None) -> Any:
+    """A value of each sample ``(B,)`` as a column (beside a matrix); numbers, scalars and rows ``(1, C)`` stay."""
+    if not isinstance(value, Tensor) or value.dim() != 1:
+        return value
+    return value.unsqueeze(1) if like is None or like.dim() == 2 else value

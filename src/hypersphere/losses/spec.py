@@ -129,4 +129,4 @@ class HeadSpec:
     @property
     def soft_labels(self) -> bool:
         """Whether labels may be soft: shares of all classes."""
-        return self.gradient != "caffe" and not self.probability_floor
+        return self.gradient != "caffe"

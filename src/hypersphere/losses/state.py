@@ -276,8 +276,8 @@ class HeadState(nn.Module):
         weight = self.rotated_weight()
         return weight if self.subcentres == 1 else spherical_mean(weight.unflatten(0, (-1, self.subcentres)))
 
-    def compared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weights that a batch is compared with, the targets' places among them, and the biases."""
+    def compared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Weights that a batch is compared with, the targets' places among them, biases and class weights."""
         spec, dtype = self.spec, batch.units.dtype
         if self.imitates_caffe:
             if torch.compiler.is_compiling():
@@ -285,17 +285,19 @@ class HeadState(nn.Module):
                     self.weight.copy_(normalise(self.weight))
             else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
                 self.weight.data.copy_(normalise(self.weight.data))
+        class_weights = None if self.class_weights is None else self.class_weights.to(dtype)
         if not self.training or spec.sample_rate == 1:
-            return self.weight, batch.labels, self.class_bias(dtype)
+            return self.weight, batch.labels, self.class_bias(dtype), class_weights
         rows = self.sample(batch.labels, valid=batch.valid)
         bias = None if self.bias is None else self.bias.to(dtype)[rows]
+        class_weights = None if class_weights is None else class_weights[rows]
         vectors = rows
         if spec.subcentres > 1:
             places = torch.arange(spec.subcentres, device=rows.device)
             vectors = (rows.unsqueeze(1) * spec.subcentres + places).flatten()
         # The dense gradient by a plain addition of rows: that of an embedding may wait for the device.
         weight = F.embedding(vectors, self.weight, sparse=True) if spec.sparse else self.weight.index_select(0, vectors)
-        return weight, torch.searchsorted(rows, batch.labels).clamp(max=len(rows) - 1), bias
+        return weight, torch.searchsorted(rows, batch.labels).clamp(max=len(rows) - 1), bias, class_weights
 
     @property
     def imitates_caffe(self) -> bool:

@@ -64,6 +64,8 @@ class ClassProblem(NamedTuple):
     """Whether the directions of the weights are used."""
     total: bool = False
     """Whether the logits are summed, too."""
+    class_weights: Tensor | None = None
+    """``(C,)``, what the logits of each class count in that sum; all the same by default."""
     low: bool = False
     """16-bit products with 32-bit sums; on a GPU only."""
 
@@ -76,6 +78,11 @@ class ClassProblem(NamedTuple):
         """The problem that :meth:`packed` wrote down."""
         units, weight, labels, scale, key, *others = arguments
         return cls(units, weight, labels, scale, lookup(key), *others)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes C."""
+        return self.weight.shape[0] // self.subcentres
 
     @property
     def has_lengths(self) -> bool:
@@ -132,10 +139,13 @@ def _dense(problem: ClassProblem) -> Statistics:
         target = cosines.gather(1, labels.unsqueeze(1)).squeeze(1)
     if problem.low:  # the margin works on the target cosine, which deserves all its digits
         target = target + (target_products(units, weight, labels, problem.subcentres, problem.unit) - target).detach()
-    lengths = problem.has_lengths
+    lengths, total = problem.has_lengths, logits.new_empty(0)
+    if problem.total:
+        weighted = logits if problem.class_weights is None else logits * problem.class_weights
+        total = weighted.masked_fill(is_target, 0.0).sum(1)
     return Statistics(
         negatives,
-        logits.masked_fill(is_target, 0.0).sum(1) if problem.total else logits.new_empty(0),
+        total,
         target,
         torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels] if lengths else units.new_empty(0),
     )
@@ -218,6 +228,11 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
 
 
+def _part(values: Tensor | None, chunk: _Chunk) -> Tensor | None:
+    """A chunk of numbers of all classes, where there are any."""
+    return None if values is None else values[chunk.start : chunk.stop]
+
+
 def _place(labels: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
     """Column of each sample's target in a chunk ``(B, 1)``, and whether it is in it at all ``(B, 1)``."""
     column = (labels - chunk.start).unsqueeze(1)
@@ -272,7 +287,7 @@ def _schema(kind: Any, prefix: str = "") -> str:
 
 
 _PROBLEM = _schema(ClassProblem)
-_TENSORS = ("units", "weight", "labels", "scale", "offset", "bias")
+_TENSORS = ("units", "weight", "labels", "scale", "offset", "bias", "class_weights")
 
 
 @torch.library.custom_op(
@@ -301,7 +316,8 @@ def _statistics(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
         logits = _logits(cosines, problem, chunk)
         place = _place(labels, chunk)
         if problem.total:
-            totals += _put(logits.clone(), place, 0.0).sum(1)
+            part = _part(problem.class_weights, chunk)
+            totals += _put(logits.clone() if part is None else logits * part, place, 0.0).sum(1)
         if rule.softmax:
             torch.logaddexp(result, _put(logits, place, float("-inf")).logsumexp(1), out=result)
         else:
@@ -311,7 +327,7 @@ def _statistics(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 def _logits(cosines: Tensor, problem: ClassProblem, chunk: _Chunk) -> Tensor:
     """Logits of a chunk; the memory of plain cosines is used again."""
-    part = None if problem.bias is None else problem.bias[chunk.start : chunk.stop]
+    part = _part(problem.bias, chunk)
     if problem.rule.plain and problem.offset is None:
         logits = cosines.mul_(problem.scale.unsqueeze(1))
         return logits if part is None else logits.add_(part)
@@ -360,8 +376,9 @@ def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
         cosines, closest = products.unflatten(1, (-1, subcentres)).max(2) if subcentres > 1 else (products, None)
         values = rule.value(cosines, *problem.parameters)
         place = _place(labels, chunk)
-        logits = scaled(values, scale, offset, None if bias is None else bias[chunk.start : chunk.stop])
-        by_logits = _put(_by_logits(rule, logits, kept.result, upstream), place, 0.0)
+        logits = scaled(values, scale, offset, _part(bias, chunk))
+        by_logits = _by_logits(rule, logits, kept.result, upstream, _part(problem.class_weights, chunk))
+        by_logits = _put(by_logits, place, 0.0)
         if bias is not None:
             by_bias[chunk.start : chunk.stop] = by_logits.sum(0)
         by_scale += torch.linalg.vecdot(by_logits, values if offset is None else values + offset)
@@ -421,13 +438,16 @@ def _tangent(by_rows: Tensor, chunk: _Chunk) -> Tensor:
     return by_rows.addcmul_(chunk.weight, along, value=-1).mul_(chunk.inverse)
 
 
-def _by_logits(rule: Negatives, logits: Tensor, result: Tensor, upstream: _Upstream) -> Tensor:
+def _by_logits(rule: Negatives, logits: Tensor, result: Tensor, upstream: _Upstream, weights: Tensor | None) -> Tensor:
     """Gradient of the reductions by every logit; the memory of the logits may be used again."""
     if rule.softmax:
         gradient = logits.sub_(result.unsqueeze(1)).exp_().mul_(upstream.result.unsqueeze(1))
     else:
         gradient = rule.term_slope(logits).mul_(upstream.result.unsqueeze(1))
-    return gradient if upstream.total is None else gradient.add_(upstream.total.unsqueeze(1))
+    if upstream.total is None:
+        return gradient
+    by_total = upstream.total.unsqueeze(1)
+    return gradient.add_(by_total if weights is None else by_total * weights)
 
 
 def _add_length(by_weight: Tensor, weight: Tensor, labels: Tensor, grad_length: Tensor) -> None:

@@ -62,14 +62,14 @@ def target_gradient(head: MarginSoftmax, theta: Tensor, norm: float = NORM) -> T
     check_range("norm", norm, 0, open_low=True)
     probe = copy.deepcopy(head).to(theta.dtype).train()
     # The loss of a sample becomes its target logit, so that it is differentiated by the very path of training.
-    probe.__dict__.update(sample_loss=lambda negatives, total, target, compared: target, penalty=lambda batch: 0.0)
+    probe.__dict__.update(sample_loss=lambda negatives, target: target, penalty=lambda batch: 0.0)
     probe.spec = replace(probe.spec, reduction="sum")
     with torch.no_grad():
         probe.weight[0] = probe.weight.new_tensor([1.0, 0.0])
     x = norm * torch.stack([theta.cos(), theta.sin()], 1)
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(probe(x, torch.zeros(len(x), dtype=torch.int64)), x)
-    return gradient
+    return gradient / probe.loss_factor
 
 
 def _constant(weight: float) -> LambdaAnnealer:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hypersphere.errors import ArgumentError
 from hypersphere.losses import losses
 from hypersphere.testing import common, numeric
 from hypersphere.testing.contract import Check, Contract, variants
@@ -304,6 +305,71 @@ def reductions_agree(name: str) -> None:
             numeric.close(mean(x, Y), each.mean(), 1e-9, "the mean")
         wanted = mean(x[[1, 2, 4, 5]], Y[[1, 2, 4, 5]])
         numeric.close(mean(x, without), wanted, 1e-9, "the mean without ignored samples")
+
+
+def _targets(name: str) -> list[dict[str, Any]]:
+    """What there is to say about targets, alone and together, as far as a member takes it."""
+    found: list[dict[str, Any]] = [{}, {"class_weights": torch.linspace(0.0, 2.0, C)}]
+    if build(name).spec.negatives.softmax:
+        found.append(found[1] | {"label_smoothing": 0.2})
+        found.append(found[2] | {"probability_floor": 0.01})
+    sizes = [key for key in build(name).margin_names if takes(name, key)]
+    for key in sizes:
+        low, high = build(name).margin_bounds(key)
+        each = torch.linspace(float(low), float(high) + 0.3, C)
+        try:
+            members(name, C, **{key: each})
+        except ArgumentError:  # of members whose sizes are no numbers of classes, or integers
+            continue
+        found[1:] = [more | {key: each} for more in found[1:]]
+    return found
+
+
+@of_classes
+def soft_labels_are_the_expectation(name: str) -> None:
+    """Shares of classes cost the mean of what each class costs as the target, whatever else is said of targets."""
+    if not (takes(name, "class_weights") and build(name).takes_soft_labels):
+        return
+    other = (Y + 2) % C
+    one, two = F.one_hot(Y, C).double(), F.one_hot(other, C).double()
+    for path, more in product(paths(name), _targets(name)):
+        if path["path"] == "chunked" and "probability_floor" in more:
+            continue
+        for head in members(name, reduction="none", **path, **more):
+            head = head.double().eval()
+            for buffer in head.buffers():
+                if buffer.dim() == 0 and buffer.is_floating_point():
+                    buffer.fill_(0.4)  # running statistics that are none of an untrained head
+            found: list[tuple[Tensor, dict[str, Tensor]]] = []
+            for shares in (None, one, 0.7 * one + 0.3 * two):
+                x = features().requires_grad_()
+                loss = head(x, Y) if shares is None else head(x, shares)
+                if shares is not None and bool((shares < 1).all()):
+                    wanted = 0.7 * found[0][0] + 0.3 * head(x, other)
+                    numeric.close(loss, wanted, 1e-9, f"the loss of shares with {more}")
+                    continue
+                found.append((loss, grads(head, loss, x)))
+            numeric.close(found[1][0], found[0][0], 1e-9, f"the loss of one share with {more}")
+            for key, gradient in found[0][1].items():
+                numeric.close(found[1][1][key], gradient, 1e-7, f"the gradient by {key} of one share with {more}")
+
+
+@of_classes
+def targets_are_those_of_cross_entropy(name: str) -> None:
+    """Class weights, smoothing and the mean are those of torch's cross-entropy of the logits with the margin."""
+    if not (CONTRACT.fact(name, "logits", True) and takes(name, "class_weights")):
+        return
+    labels = torch.tensor([0, 4, -100, 2, 1, 3])
+    weights = torch.linspace(0.1, 2.0, C)
+    for path, smoothing, reduction in product(paths(name), (0.0, 0.2), ("mean", "none")):
+        options = {"label_smoothing": smoothing, "reduction": reduction}
+        for head in members(name, class_weights=weights, **path, **options):
+            head = head.double().eval()
+            x = features()
+            safe = torch.where(labels >= 0, labels, 0)
+            logits = head.margin_logits(x, safe)
+            wanted = head.loss_factor * F.cross_entropy(logits, labels, weight=head.class_weights, **options)
+            numeric.close(head(x, labels), wanted, 1e-7, f"the {reduction} with smoothing {smoothing}")
 
 
 @of_classes

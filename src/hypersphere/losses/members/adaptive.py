@@ -205,6 +205,8 @@ class CurricularFace(MarginSoftmax):
         progress = self.progress
         if batch.steps is not None and target.numel():
             share = torch.ones_like(target) if batch.valid is None else batch.valid.to(target.dtype)
+            if batch.soft:
+                share = batch.labels
             progress = moving_average(self.progress, (share * target).sum() / share.sum(), self.rate)
         threshold, _ = super().rule_parameters(batch, sizes, target)
         return threshold, progress.to(target.dtype)

@@ -106,11 +106,15 @@ class SphereFace2(MarginSoftmax):
         """The version, too."""
         return super().details() | {"version": self.version}
 
-    def sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-        """The binary losses, balanced and weighted."""
+    @property
+    def loss_factor(self) -> float:  # type: ignore[override]
+        """The weight of the loss by the scale."""
         assert self.s is not None
-        own = self.balance * self.spec.negatives.target_term(target)
-        return self.loss_weight / self.s * (own + (1 - self.balance) * negatives)
+        return self.loss_weight / self.s
+
+    def sample_loss(self, negatives: Tensor, target: Tensor) -> Tensor:
+        """The binary losses, balanced."""
+        return self.balance * self.spec.negatives.target_term(target) + (1 - self.balance) * negatives
 
 
 @losses.register("hinge")

@@ -215,10 +215,6 @@ class SphereFaceR(MarginSoftmax):
         """Version and feature norm, too."""
         return super().details() | {"version": self.version, "feature_norm": self.feature_norm}
 
-    def sample_loss(self, negatives: Tensor, total: Tensor, target: Tensor, compared: int) -> Tensor:
-        """The cross-entropy, weighted."""
-        return super().sample_loss(negatives, total, target, compared) * self.loss_factor
-
     def penalty(self, batch: Batch) -> Tensor | float:
         """The pull of soft normalisation."""
         if self.feature_norm != "soft" or self.radius is None:
@@ -275,7 +271,7 @@ class SphereFacePlus(ASoftmax):
         problem = ClassProblem(units, self.weight, own, units.new_ones(len(units)), self.energy)
         found = class_statistics(problem, chunked=chunked)
         energy = self.energy_weight * found.negatives / (self.classes - 1)
-        return labels @ energy if batch.soft else energy
+        return energy.unsqueeze(0) if batch.soft else energy
 
 
 class _Unmargined(margins.NoMargin):
