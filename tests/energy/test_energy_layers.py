@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import hypersphere as hs
-from hypersphere.energy import MHE, Orthonormal, hyperspherical_energy, select
+from hypersphere.energy import MHE, Orthonormal, RPCoMHE, compressive_energy, hyperspherical_energy, select
 from hypersphere.energy.layers import Selection, neurons
 from hypersphere.energy.report import report
 from hypersphere.energy.theory import floor_energy, random_energy
@@ -440,9 +440,21 @@ def test_report_changes_nothing():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_report_needs_a_riesz_energy():
-    with pytest.raises(ArgumentError, match=r"^energy must have a Riesz potential, got Orthonormal"):
-        report(nn.Linear(3, 4), Orthonormal())
+def test_report_gives_the_value_of_the_regulariser_itself():
+    model = nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 4))
+    weights = [layer.weight.detach() for layer in model]
+    found = report(model, Orthonormal())
+    assert [row.energy for row in found.rows] == pytest.approx([Orthonormal()(w).item() for w in weights])
+    projecting = RPCoMHE(dim=6, share="layer")
+    rows = report(model, projecting).rows
+    projections = projecting.bank.get("layer:0:d12", (5, 6, 12), weights[0])
+    assert rows[0].energy == pytest.approx(compressive_energy(weights[0], projections).mean().item(), rel=1e-6)
+    assert rows[1].energy == pytest.approx(hyperspherical_energy(weights[1]).item(), rel=1e-6)
+    for row in (*found.rows, *rows):
+        assert math.isnan(row.floor) and math.isnan(row.random) and math.isnan(row.percent) and row.angle > 0
+    assert str(found).splitlines()[-1].startswith("values of Orthonormal(")
+    with pytest.raises(ArgumentError, match=r"^energy must be a regulariser, got ReLU"):
+        report(model, nn.ReLU())
 
 
 def test_a_wide_layer_starts_close_to_the_floor():

@@ -12,6 +12,9 @@ from helpers.examples import example
 from hypersphere.energy import (
     KoLeo,
     Orthonormal,
+    RPCoMHE,
+    compressive_energy,
+    energies,
     hyperspherical_energy,
     minimise,
     prototypes,
@@ -203,12 +206,75 @@ def test_awkward_points():
 def test_other_energies():
     simplex_cosine = -1 / 3
     for energy in ("koleo", "mma", KoLeo(), "uniformity", "separation"):
-        found = minimise((4, 3), energy=energy, method="projected", steps=600, restarts=2, generator=seeded())
+        found = minimise((4, 3), energy=energy, method="projected", steps=100, restarts=2, generator=seeded())
         assert math.cos(found.smallest_angle) == pytest.approx(simplex_cosine, abs=0.02)
     frame = minimise((3, 3), energy="uniformity", half_space=True, generator=seeded())
     assert degrees(frame) == pytest.approx(90, abs=1e-3)
     with pytest.raises(ArgumentError, match=r"^energy must be a regulariser"):
         minimise((4, 3), energy=torch.nn.ReLU())
+
+
+OCTAHEDRON = torch.cat([torch.eye(3, dtype=torch.float64), -torch.eye(3, dtype=torch.float64)])
+SLOW = {"mhp", "mhc"}
+
+
+def worst(name, points):
+    """Value of a member at the worst of many places on the sphere: a lower bound of what it minimises."""
+    places = normalise(torch.randn(50_000, 3, generator=seeded(9), dtype=torch.float64))
+    q = (places.unsqueeze(1) - points).square().sum(2)
+    return (-q.reciprocal().mean(1) if name == "mhp" else -(-10 * q).exp().mean(1).log() / 10).max().item()
+
+
+@pytest.mark.parametrize("name", sorted(energies))
+def test_every_member_is_as_low_as_the_octahedron(name):
+    """Also where lengths count and where the value has kinks, and what is reported is what the points have."""
+    steps = 100 if name in SLOW else 200
+    found = minimise((6, 3), energy=name, steps=steps, generator=seeded())
+    member = energies.create(name).eval()
+    if name == "srip":  # which the member estimates by few power iterations
+        own = [float(torch.linalg.matrix_norm(x @ x.T - torch.eye(6), 2)) for x in (found.points, OCTAHEDRON)]
+    elif name in SLOW:
+        own = [worst(name, points) for points in (found.points, OCTAHEDRON)]
+    else:
+        own = [member(points).item() for points in (found.points, OCTAHEDRON)]
+    assert found.energy == pytest.approx(own[0], rel=3e-3 if name in SLOW else 1e-9, abs=1e-12)
+    assert found.energy <= own[1] + (1e-3 if name in SLOW else 1e-6)
+    torch.testing.assert_close(found.points.norm(dim=1), torch.ones(6, dtype=torch.float64))
+
+
+def test_projections_are_drawn_at_each_step_and_the_energy_is_that_under_the_last_ones():
+    member = RPCoMHE(dim=8, s=1.0)
+    held = {key: value.clone() for key, value in member.state_dict().items()}
+    start = normalise(torch.randn(6, 40, generator=seeded(), dtype=torch.float64))
+    found = minimise(start, energy=member, steps=60, trajectory=True)
+    assert all(torch.equal(value, held[key]) for key, value in member.state_dict().items())
+    (projections,) = (value for key, value in found.regulariser.bank.named_buffers())
+    assert found.energy == pytest.approx(compressive_energy(found.points, projections, 1.0).mean().item(), rel=1e-9)
+    fresh = torch.randn(300, 8, 40, generator=seeded(1), dtype=torch.float64)
+    before, after = (compressive_energy(x, fresh, 1.0).mean().item() for x in (start, found.points))
+    assert after < before - 0.005
+    assert found.trajectory.shape == (61, 6, 40) and torch.equal(found.trajectory[-1], found.points)
+
+
+@pytest.mark.parametrize("name", ["ap-comhe", "adv-comhe", "naive-comhe", "bp-comhe", "group-comhe"])
+def test_state_of_a_member_moves_along(name):
+    """The energy is that of the member itself as it is at the end, not the plain one of half space."""
+    options = {"partition": "random", "s": 1.0} if name == "group-comhe" else {"dim": 8, "s": 1.0}
+    found = minimise((6, 40), energy=energies.create(name, **options), steps=5, restarts=2, generator=seeded())
+    own = found.regulariser
+    assert own(found.points).item() == pytest.approx(found.energy, rel=1e-9)
+    assert abs(found.energy - hyperspherical_energy(found.points, 1, half_space=True).item()) > 1e-3
+    state = [*own.bank.buffers(), *own.bank.parameters()]
+    again = energies.create(name, **options)
+    again.prepare(found.points)
+    assert state and not any(torch.equal(x, y) for x, y in zip(state, again.state_dict().values(), strict=False))
+
+
+def test_what_is_refined_counts_the_lengths_for_nothing():
+    weight = 5 * torch.randn(6, 3, generator=seeded(2), dtype=torch.float64)
+    better = refine(weight, steps=200, energy="orthogonal")
+    torch.testing.assert_close(better.norm(dim=1), weight.norm(dim=1))
+    assert energies.create("orthogonal")(normalise(better)).item() == pytest.approx(6.0, abs=1e-6)
 
 
 def test_arguments():

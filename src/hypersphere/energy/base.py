@@ -8,6 +8,7 @@ regulariser counts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -113,6 +114,11 @@ class Regulariser(nn.Module):
     """Whether a model that has decoupled layers is judged by these alone."""
     ordered = False
     """Whether the order of the numbers in a neuron matters, as it does to one that keeps a vector of its own."""
+    maps_vectors = False
+    """Whether it looks at images of the vectors, so that nothing known of sets of vectors holds for its value."""
+    powers: ClassVar[tuple[float, ...]] = ()
+    """Through which powers of its smooth form (:meth:`objective`) a value with kinks, such as the nearest neighbour, is
+    minimised; none where it is smooth."""
 
     later_options: ClassVar[Mapping[str, Any]] = {"hidden_weight": 1.0, "output_weight": 1.0}
 
@@ -125,6 +131,29 @@ class Regulariser(nn.Module):
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Value of each matrix of a batch ``(b, n, d)`` in float32 or wider: ``(b,)``; zero rows do not count."""
         raise NotImplementedError
+
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether the lengths of vectors count, not their directions alone."""
+        return False
+
+    @property
+    def moves(self) -> bool:
+        """Whether training draws or moves something that the value depends on, which is then no fixed function."""
+        return False
+
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        """What :func:`hypersphere.energy.minimise` makes least, of each set of vectors ``(b, n, d)``: ``(b,)``.
+
+        By default the energy. A member that looks for something by itself, such as the worst place on the sphere, looks
+        for it everywhere.
+
+        Args:
+            vectors: In float32 or wider.
+            power: Of members that have ``powers`` a finite one asks for a smooth form, which tends to the value as the
+                power grows.
+        """
+        return self.energy(vectors)
 
     def forward(self, target: Tensor | nn.Module | Selection) -> Tensor:
         """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``."""

@@ -14,6 +14,7 @@ of all projections in few batches.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -243,6 +244,7 @@ class Compressive(Regulariser):
         tensor(0.6381)
     """
 
+    maps_vectors = True
     shared_options: ClassVar[tuple[str, ...]] = ("s", "half_space", "angular", "eps", "hidden_weight", "output_weight")
     later_options: ClassVar[Mapping[str, Any]] = {"angular": False, "eps": 0.0}
     contract: ClassVar[Mapping[str, Any]] = {
@@ -270,9 +272,19 @@ class Compressive(Regulariser):
         self.potential = Riesz(s, angular)
         self.compress = compress
 
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether short vectors count less, or the map may tell vectors of different lengths apart."""
+        return self.eps > 0 or self.compress is not None
+
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Energy of each matrix of a batch, as it is: ``(b, n, d)`` -> ``(b,)``."""
         return _mean_energy(vectors, self.potential, self.half_space and role == "hidden", self.eps)
+
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        """Energy of the images of each set of vectors, under what was drawn for a matrix."""
+        ((_, values),) = self._values([Neurons("", lambda: vectors)])
+        return values
 
     def forward(self, target: Target) -> Tensor:
         """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``."""
@@ -361,6 +373,11 @@ class _Drawn(Compressive):
         self.redraw_every = redraw_every or None
         self.bank = ProjectionBank(kind, learned=learned)
         self._led = False  # whether somebody else says when a step begins
+
+    @property
+    def moves(self) -> bool:
+        """Whether what was drawn is drawn again, or learned."""
+        return self.redraw_every is not None or self.bank.learned
 
     def prepare(self, target: Target) -> None:
         """Draw the projections of a matrix' or a model's layers, as buffers (or, if learned, parameters)."""
@@ -559,6 +576,11 @@ class _Moving(_Projected):
         """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``; never compiled."""
         return super().forward(target)  # the compiler takes no gradient within a loss
 
+    @property
+    def moves(self) -> bool:
+        """Whether projections are drawn again, or descend."""
+        return super().moves or self.steps > 0
+
     def _advance(self, step: int, seed: int, rate: float | None) -> None:
         super()._advance(step, seed, rate)
         if rate is not None and self._fixed_rate is None:
@@ -687,6 +709,7 @@ class AdvCoMHE(_Moving):
         torch.Size([])
     """
 
+    contract: ClassVar[Mapping[str, Any]] = {**_Moving.contract, "falls": False}
     first: Tensor
     last: Tensor
 
@@ -796,6 +819,11 @@ class GroupCoMHE(_Drawn):
             warnings.warn(f"groups of {self.group_channels * taps} coordinates: take more than {least:g}", stacklevel=2)
         return (taps,)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a partition is drawn again."""
+        return self.partition == "random" and super().moves
+
     def _taps(self, stack: _Stack) -> int:
         taps: int = getattr(stack.layers[0], "taps", 1)
         return taps
@@ -875,6 +903,11 @@ class BPCoMHE(_Projected):
 
     def _stack_key(self, layer: Neurons, n: int, d: int) -> tuple[Any, ...] | None:
         return None if d <= self.dim else (n,)
+
+    @property
+    def counts_lengths(self) -> bool:
+        """Long neurons outweigh short ones in a mixture."""
+        return True
 
     def _mixtures(self, stack: _Stack) -> list[Tensor]:
         shape = (self.count, min(self.dim, stack.n), stack.n)

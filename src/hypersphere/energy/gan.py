@@ -61,6 +61,11 @@ class DiscriminatorMHE(MHE):
             return target
         return select(target, output=output, include=self.include)
 
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether short vectors count less."""
+        return self.released or super().counts_lengths
+
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Energy of each matrix of a batch."""
         return _released(vectors) if self.released else super().energy(vectors, role)

@@ -34,7 +34,7 @@ def hyperspherical_energy(
 
     Args:
         vectors: ``(n, d)``, or a batch ``(b, n, d)``; norms do not matter and zero vectors are left out. Directions
-            closer than 1e-3 (in float32) count as that far apart and have no gradient.
+            closer than 1e-4 (1e-6 in float64) count as that far apart and have no gradient.
         s: Riesz exponent; 0 is the logarithmic energy, below 0 the terms are :math:`-\rho^{-s}`.
         half_space: Add the mirror image of every vector, so that opposite directions count as equal.
         angular: Take the angle as distance :math:`\rho`, not the chord.
@@ -143,6 +143,11 @@ class MHE(Regulariser):
         if hidden and self.training and self.subset is not None and self.subset < vectors.shape[1]:
             vectors = _draw_rows(vectors, self.subset)
         return _energy(vectors, self.potential, self.half_space and hidden, None, self.reduction, self.eps)
+
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether short vectors count less."""
+        return self.eps > 0
 
     def report(self, model: nn.Module | Selection) -> Report:
         """Energy of every layer beside its floor and what random directions have."""

@@ -6,30 +6,29 @@ many starts at a time.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies
+from hypersphere.energy.compressive import START_RATE
+from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.uniformity import nearest
+from hypersphere.energy.uniformity import MHS, nearest
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import angle, at_least_float32, full_precision, normalise
 
 METHODS = ("lbfgs", "projected", "riemannian")
 AGREE = 1e-8
 """Starts whose energies differ by less than this part of it have found the same minimum."""
-PACKING = tuple(4.0**k for k in range(3, 11))
-"""Powers through which the best packing is approached; from lower ones all starts fall into the same minimum."""
+PASSING, SETTLED = 1e-6, 1e-9
+"""Gain of a step, as a part of the value, at which a smooth form of a value with kinks has served; that of the last."""
 PACKING_AGREE = 1e-5
-HISTORY = 12
-
-Objective = Callable[[Tensor], Tensor]
-"""Energies ``(r,)`` of sets of points ``(r, n, d)``."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,13 @@ class Minimum:
 
     Args:
         points: Unit vectors ``(n, d)`` of the best start.
-        energy: Its energy: the sum over ordered pairs, the value of the given regulariser, or for infinite s minus the
-            smallest chord.
-        agreeing: Number of starts that reached the same energy, up to 1e-8 of it (1e-5 for infinite s).
+        energy: Its energy: the sum over ordered pairs, for infinite s minus the smallest chord, or the value of the
+            given regulariser at these points, ``regulariser.objective(points[None])``.
+        agreeing: Number of starts that reached the same energy, up to 1e-8 of it (1e-5 for infinite s and for
+            regularisers with kinks or projections).
         smallest_angle: Smallest angle between two points in radians, in half space between two lines.
         trajectory: Where the points were at the start and after each step, ``(steps + 1, n, d)``, if asked for.
+        regulariser: A copy of the given one, with the projections under which the points have that energy.
     """
 
     points: Tensor
@@ -50,6 +51,7 @@ class Minimum:
     agreeing: int
     smallest_angle: float
     trajectory: Tensor | None = None
+    regulariser: Regulariser | None = None
 
 
 def minimise(
@@ -83,7 +85,11 @@ def minimise(
         half_space: Count the mirror image of every point as a point: lines, not points, repel each other.
         angular: Take angles as distances, not chords.
         beta: Lengths ``(n,)`` of the vectors in place of 1; longer ones move less.
-        energy: Minimise this instead: a regulariser or its name, such as ``"koleo"``.
+        energy: Minimise this instead: a regulariser or its name, such as ``"koleo"``, of unit vectors, as for a hidden
+            layer. One with kinks (the nearest neighbour, the worst place on the sphere) is approached through smooth
+            forms, ``steps`` for each. One whose projections are drawn or move in training takes ``steps`` of falling
+            size along its gradient, whatever the method, the projections drawn and moved before each as the member
+            says; its energy is that under the last ones. It is copied: its own state stays as it is.
         method: ``"lbfgs"``, ``"projected"`` or ``"riemannian"``.
         steps: Most steps; it ends earlier where nothing moves any more.
         lr: Fixed step size of the gradient methods, by the gradient of the energy.
@@ -105,25 +111,82 @@ def minimise(
     if lr is not None:
         check_range("lr", lr, 0, open_low=True)
     start = _starts(points, restarts, generator, device)
-    objectives = _objectives(start, s, half_space, angular, beta, energy)
-    found, path = start, [start] if trajectory else None
+    member = _member(s, half_space, beta, energy)
+    search = _Search(method, steps, lr, max_move, trajectory)
+    members: list[Regulariser] = []
     with full_precision(start):
-        for objective in objectives:
-            if method == "lbfgs":
-                found = _lbfgs(objective, found, steps, max_move, path)
-            else:
-                found = _descend(objective, found, steps, lr, max_move, method == "riemannian", path)
-        values = _finite(objectives[-1](found))
+        if member is not None and member.moves:
+            found, values, path, members = search.following(member, start)
+        else:
+            found, values, path = search.down(_objectives(member, s, half_space, angular, beta), start)
     best = int(values.argmin())
     least = values[best].item()
-    final = found[best]
+    agree = PACKING_AGREE if member is not None and (member.powers or member.moves) else AGREE
     return Minimum(
-        final,
+        found[best],
         least,
-        int((values - least <= (PACKING_AGREE if s == math.inf else AGREE) * max(abs(least), 1e-3)).sum()),
-        _smallest_angle(final, half_space),
-        None if path is None else torch.stack([step[best] for step in path]),
+        int((values - least <= agree * max(abs(least), 1e-3)).sum()),
+        _smallest_angle(found[best], half_space or bool(getattr(member, "half_space", False))),
+        torch.stack([places[best] for places in path]) if trajectory else None,
+        members[best] if members else member,
     )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How :func:`minimise` moves its points, as its arguments say."""
+
+    method: str
+    steps: int
+    lr: float | None
+    most: float
+    trajectory: bool
+
+    def down(self, objectives: Sequence[Objective], start: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Points ``(r, n, d)`` where one function after the other is least, values ``(r,)`` of the last, the path."""
+        found, places = start, [start]
+        path = places if self.trajectory else None
+        *forms, exact = objectives
+        for number, objective in enumerate(forms or objectives, 1):
+            if self.method == "lbfgs":
+                gain = 0.0 if not forms else PASSING if number < len(forms) else SETTLED
+                found = lbfgs(objective, found, self.steps, self.most, path, gain)
+            else:
+                found = descend(objective, found, self.steps, self.lr, self.most, self.method == "riemannian", path)
+        values = finite(exact(found).detach())
+        if forms:  # what is least of a smooth form might be worse than the start
+            before = finite(exact(start).detach())
+            found = torch.where((values <= before).view(-1, 1, 1), found, start)
+            values = torch.minimum(values, before)
+        return found, values, places
+
+    def following(self, member: Regulariser, start: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Regulariser]]:
+        """The same of a member that draws, moves or learns, as in training; every start has one of its own."""
+        members = [copy.deepcopy(member) for _ in start]
+        paths = [[x] for x in start.split(1)]
+        found = [self._follow(own, path) for own, path in zip(members, paths, strict=True)]
+        values = [_of_directions(own)(x).detach() for own, x in zip(members, found, strict=True)]
+        return torch.cat(found), finite(torch.cat(values)), [torch.cat(x) for x in zip(*paths, strict=True)], members
+
+    def _follow(self, member: Regulariser, places: list[Tensor]) -> Tensor:
+        """The points ``(1, n, d)`` after the last step from the one place."""
+        (start,) = places
+        member.train().prepare(start[0])
+        learned, objective = list(member.parameters()), _of_directions(member)
+
+        def slope(step: int, x: Tensor) -> Tensor:
+            member.advance(step, 0, START_RATE)
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                gradient, *others = torch.autograd.grad(objective(leaf).sum(), [leaf, *learned])
+            for parameter, other in zip(learned, others, strict=True):
+                parameter.sub_(START_RATE * other)
+            return gradient
+
+        path = places if self.trajectory else None
+        found = follow(slope, start, self.steps, self.lr, self.most, self.method == "riemannian", path)
+        member.eval()
+        return found
 
 
 def _starts(
@@ -148,164 +211,37 @@ def _starts(
     return normalise(torch.cat([given, drawn]))
 
 
+def _member(s: float, half_space: bool, beta: Tensor | None, energy: str | Regulariser | None) -> Regulariser | None:
+    """A regulariser to minimise, apart from any that somebody else holds; ``None`` for the Riesz energy."""
+    if energy is None:
+        check_range("s", s, infinite=True)
+        if s == math.inf and beta is not None:
+            raise ArgumentError("beta", "must be None for infinite s")
+        return MHS(distance="chord", half_space=half_space).eval() if s == math.inf else None
+    module: nn.Module | str = energy
+    if isinstance(energy, str):
+        module = energies.create(energy, **({"half_space": True} if half_space else {}))
+    if not isinstance(module, Regulariser):
+        raise ArgumentError("energy", f"must be a regulariser or its name, got {type(module).__name__}")
+    return copy.deepcopy(module).eval()
+
+
 def _objectives(
-    start: Tensor, s: float, half_space: bool, angular: bool, beta: Tensor | None, energy: str | Regulariser | None
+    member: Regulariser | None, s: float, half_space: bool, angular: bool, beta: Tensor | None
 ) -> list[Objective]:
     """What to minimise, one after the other; the last one is reported."""
-    if energy is not None:
-        module = (
-            energies.create(energy, **({"half_space": True} if half_space else {}))
-            if isinstance(energy, str)
-            else energy
-        )
-        if not isinstance(module, Regulariser):
-            raise ArgumentError("energy", f"must be a regulariser or its name, got {type(module).__name__}")
-        return [module.energy]
-    if s == math.inf:
-        if beta is not None:
-            raise ArgumentError("beta", "must be None for infinite s")
-        return [lambda x, p=p: _packing(x, p, half_space) for p in (*PACKING, math.inf)]  # type: ignore[misc]
-    check_range("s", s, infinite=True)
-    return [lambda x: hyperspherical_energy(x, s, half_space=half_space, angular=angular, beta=beta, reduction="sum")]
+    if member is None:
+        return [
+            lambda x: hyperspherical_energy(x, s, half_space=half_space, angular=angular, beta=beta, reduction="sum")
+        ]
+    return [_of_directions(member, power) for power in (*member.powers, math.inf)]
 
 
-def _packing(x: Tensor, power: float, half_space: bool) -> Tensor:
-    r"""Soft form of minus the smallest chord, :math:`\frac1p \log \sum \rho^{-p}`; all pairs at once."""
-    units = normalise(x)
-    q = 2 - 2 * units @ units.mT
-    if half_space:
-        q = torch.minimum(q, 4 - q)
-    pairs = (units != 0).any(2)
-    pairs = (pairs.unsqueeze(1) & pairs.unsqueeze(2)).tril(-1)
-    logs = torch.where(pairs, -0.5 * torch.where(pairs, q, 1.0).clamp(min=1e-30).log(), -math.inf).flatten(1)
-    if power == math.inf:
-        return -(-logs.amax(1)).exp()
-    return (power * logs).logsumexp(1) / power
-
-
-def _finite(values: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, math.inf)
-
-
-def _slope(objective: Objective, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Energies ``(r,)`` and gradient ``(r, n, d)``."""
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        values = objective(x)
-        (gradient,) = torch.autograd.grad(values.sum(), x)
-    return _finite(values.detach()), gradient
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum((1, 2), keepdim=True)
-
-
-def _shortened(move: Tensor, x: Tensor, most: float) -> Tensor:
-    """The move ``(r, n, d)`` of each start as a whole, scaled so that no point rotates by more than ``most``."""
-    turn = (move.norm(dim=2) / x.norm(dim=2).clamp(min=torch.finfo(x.dtype).tiny)).amax(1)
-    return move * (most / turn.clamp(min=most)).view(-1, 1, 1)
-
-
-@torch.no_grad()
-def _lbfgs(objective: Objective, start: Tensor, steps: int, most: float, path: list[Tensor] | None) -> Tensor:
-    """L-BFGS of every start by itself, with backtracking.
-
-    An energy does not depend on the lengths of the vectors, so that these are free: no constraint is left.
-    """
-    x = start.clone()
-    value, gradient = _slope(objective, x)
-    moves: list[Tensor] = []
-    turns: list[Tensor] = []
-    small = 10 * torch.finfo(x.dtype).eps
-    quiet = 0
-    for _ in range(steps):
-        direction = _shortened(-_inverse_hessian(gradient, moves, turns), x, most)
-        downhill = _dot(direction, gradient)
-        direction = torch.where(downhill < 0, direction, _shortened(-gradient, x, most))
-        downhill = _dot(direction, gradient).view(-1)
-        done = -downhill <= small * (value.abs() + 1e-3)  # what is left to gain is rounding
-        length = torch.ones_like(value)
-        for _ in range(30):
-            candidate = x + length.view(-1, 1, 1) * direction
-            reached = _finite(objective(candidate))
-            enough = done | (reached <= value + 1e-4 * length * downhill + small * value.abs())
-            if bool(enough.all()):
-                break
-            length = torch.where(enough, length, length / 2)
-        moved = (enough & (reached <= value)).view(-1, 1, 1)
-        candidate = torch.where(moved, candidate, x)
-        new_value, new_gradient = _slope(objective, candidate)
-        moves.append(candidate - x)
-        turns.append(new_gradient - gradient)
-        del moves[:-HISTORY], turns[:-HISTORY]
-        gained = bool((value - new_value > small * (value.abs() + 1e-3)).any())
-        x, value, gradient = candidate, new_value, new_gradient
-        if path is not None:
-            path.append(normalise(x))
-        if not gained:
-            moves.clear()  # once more along the gradient itself
-            turns.clear()
-            if (quiet := quiet + 1) > 2:
-                break
-    return normalise(x)
-
-
-def _inverse_hessian(gradient: Tensor, moves: list[Tensor], turns: list[Tensor]) -> Tensor:
-    """Two-loop recursion; a pair that does not curve upwards is left out, for its start only."""
-    result = gradient.clone()
-    kept = []
-    for move, turn in zip(reversed(moves), reversed(turns), strict=True):
-        curvature = _dot(move, turn)
-        good = curvature > 1e-12 * _dot(turn, turn)
-        inverse = torch.where(good, 1 / torch.where(good, curvature, 1.0), 0.0)
-        share = inverse * _dot(move, result)
-        result -= share * turn
-        kept.append((move, turn, inverse, share, good, curvature))
-    if kept:
-        _, turn, _, _, good, curvature = kept[0]
-        result *= torch.where(good, curvature / torch.where(good, _dot(turn, turn), 1.0), 1.0)
-    for move, turn, inverse, share, _, _ in reversed(kept):
-        result += (share - inverse * _dot(turn, result)) * move
-    return result
-
-
-@torch.no_grad()
-def _descend(
-    objective: Objective,
-    start: Tensor,
-    steps: int,
-    lr: float | None,
-    most: float,
-    arcs: bool,
-    path: list[Tensor] | None,
-) -> Tensor:
-    """Gradient descent on the sphere; without ``lr`` no step raises the energy."""
-    x = start
-    value, gradient = _slope(objective, x)
-    rate = torch.full_like(value, 1.0 if lr is None else lr)
-    if lr is None:  # a first step of about a hundredth of a radian
-        rate = 0.01 / gradient.norm(dim=2).amax(1).clamp(min=1e-12)
-    for _ in range(steps):
-        move = -rate.view(-1, 1, 1) * gradient
-        length = move.norm(dim=2, keepdim=True)
-        capped = length.clamp(max=most)
-        move = move * (capped / length.clamp(min=torch.finfo(x.dtype).tiny))
-        candidate = (
-            normalise(x * capped.cos() + move * (capped.sin() / capped.clamp(min=1e-30)))
-            if arcs
-            else normalise(x + move)
-        )
-        reached, slope = _slope(objective, candidate)
-        if lr is None:
-            better = reached <= value
-            rate = torch.where(better, 1.2 * rate, rate / 2)
-            keep = better.view(-1, 1, 1)
-            candidate, slope = torch.where(keep, candidate, x), torch.where(keep, slope, gradient)
-            reached = torch.where(better, reached, value)
-        x, value, gradient = candidate, reached, slope
-        if path is not None:
-            path.append(x)
-    return x
+def _of_directions(member: Regulariser, power: float = math.inf) -> Objective:
+    """What a member minimises, as a function that does not depend on the lengths of the vectors."""
+    if member.counts_lengths:
+        return lambda x: member.objective(normalise(x), power)
+    return lambda x: member.objective(x, power)
 
 
 def _smallest_angle(points: Tensor, half_space: bool) -> float:

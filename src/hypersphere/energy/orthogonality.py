@@ -7,6 +7,7 @@ neurons n than inputs d, products of inputs ``(d, d)`` give what products of neu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -54,6 +55,11 @@ class _Orthogonality(Regulariser):
         # A layer's value is the mean over its groups; here they add up.
         for batch, values in super()._values(layers):
             yield batch, values * (values.numel() // len(batch))
+
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether the lengths of kernels count."""
+        return not self.normalised
 
     def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
         """Squared deviation ``(b,)`` of kernels ``(b, n, d)``, of which ``valid`` ``(b, n)`` are not zero."""
@@ -130,6 +136,7 @@ class SRIP(_Orthogonality):
     """
 
     contract: ClassVar[Mapping[str, Any]] = {"scale": False, "permutation": False, "optimum": "orthonormal"}
+    powers = tuple(4.0**k for k in (3, 5, 7))
 
     def __init__(
         self,
@@ -157,6 +164,20 @@ class SRIP(_Orthogonality):
         for _ in range(self.iterations):
             v = normalise(kernels @ (kernels.mT @ v) - v, dim=1)
         return (kernels @ (kernels.mT @ v) - v).square().sum((1, 2))
+
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        r"""The singular value itself, at a finite power p a smooth form of it, :math:`(\sum_k |\lambda_k|^p)^{1/p}`.
+
+        Few iterations find no more than a part of it, and the points that make that part least leave the rest as it is.
+        """
+        kernels = normalise(vectors) if self.normalised else vectors
+        gram = kernels @ kernels.mT - torch.diag_embed(present(vectors).to(kernels.dtype))
+        sizes = torch.linalg.eigvalsh(gram).abs()
+        largest = sizes.amax(1)
+        if power != math.inf:
+            logs = sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
+            largest = ((power * logs).logsumexp(1) / power).exp()
+        return largest.square() if self.squared else largest
 
     def extra_repr(self) -> str:
         """The options."""

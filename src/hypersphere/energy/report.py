@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hypersphere.energy.base import Regulariser
 from hypersphere.energy.chords import directions
 from hypersphere.energy.layers import Neurons, Selection, select
 from hypersphere.energy.pairs import pair_counts, pair_sums
@@ -32,9 +33,10 @@ class Row(NamedTuple):
         groups: Number of matrices: groups of a convolution, heads of attention. Energies are means over them.
         n: Neurons in each.
         d: Numbers in a neuron.
-        energy: Mean energy over pairs.
-        floor: What no such set of neurons falls below (:func:`hypersphere.energy.theory.floor_energy`).
-        random: What random directions have on average (:func:`hypersphere.energy.theory.random_energy`).
+        energy: Mean energy over pairs, or the value of another regulariser.
+        floor: What no such set of neurons falls below (:func:`hypersphere.energy.theory.floor_energy`); not a number
+            where that is not known, as of other regularisers.
+        random: What random directions have on average (:func:`hypersphere.energy.theory.random_energy`); likewise.
         zeros: Neurons that are zero; they have no direction and count in no pair.
         angle: Smallest angle between two neurons of a group, in degrees; in half space between their lines. Not a
             number where there are no two.
@@ -59,7 +61,7 @@ class Row(NamedTuple):
     @property
     def percent(self) -> float:
         """Energy above the floor, in percent of the floor."""
-        return 100 * self.excess / abs(self.floor) if self.floor else math.nan
+        return 100 * self.excess / abs(self.floor) if self.floor else math.nan  # NaN where the floor is
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,10 +70,11 @@ class Report:
 
     Attributes:
         rows: One for each layer.
-        s: Riesz exponent.
+        s: Riesz exponent; not a number for other regularisers.
         half_space: Whether opposite directions count as equal in hidden layers.
         angular: Whether angles are the distances.
         left: The layers that were left out, with the reasons.
+        regulariser: Of what the energies are the values, where that is no mean of Riesz potentials of the neurons.
     """
 
     rows: tuple[Row, ...]
@@ -79,22 +82,28 @@ class Report:
     half_space: bool
     angular: bool
     left: tuple[Layer, ...] = ()
+    regulariser: str = ""
 
     def __str__(self) -> str:
         titles = ("groups", "n", "d", "energy", "floor", "random", "excess", "%", "zeros", "angle")
         lines: list[tuple[str, str, Sequence[str], str]] = []
         for row in self.rows:
-            energies = (f"{value:z.5f}" for value in (row.energy, row.floor, row.random, row.excess))
-            percent = "-" if math.isnan(row.percent) else f"{row.percent:z.2f}"
-            smallest = "-" if math.isnan(row.angle) else f"{row.angle:.1f}"
+            energies = (_cell(value, "z.5f") for value in (row.energy, row.floor, row.random, row.excess))
+            percent, smallest = _cell(row.percent, "z.2f"), _cell(row.angle, ".1f")
             sizes = (str(size) for size in (row.groups, row.n, row.d))
             lines.append((row.name, row.role, (*sizes, *energies, percent, str(row.zeros), smallest), ""))
         lines += [(layer.name, layer.role, (), layer.reason) for layer in self.left]
         found = table(dict.fromkeys(titles, "right"), lines)
+        if self.regulariser:
+            return f"{found}\nvalues of {self.regulariser}"
         space = "half space (output: full)" if self.half_space else "full space"
         return f"{found}\nmean energy over pairs, s = {self.s:g}, {'angles' if self.angular else 'chords'}, {space}"
 
     __repr__ = __str__
+
+
+def _cell(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}"
 
 
 @torch.no_grad()
@@ -106,8 +115,10 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
 
     Args:
         model: The model, or layers of one.
-        energy: A regulariser with a Riesz potential, such as :class:`hypersphere.energy.MHE`, whose exponent, distance
-            and space are taken; by default s = 2, chords, full space. The output layer is always in full space.
+        energy: A regulariser. Of one with a Riesz potential of the neurons, such as :class:`hypersphere.energy.MHE`,
+            exponent, distance and space are taken; by default s = 2, chords, full space. The output layer is always in
+            full space. Of any other the values are its own (its projections and poles are those it has), for which no
+            floor is known.
 
     Example:
         >>> layer = nn.Linear(8, 4)
@@ -117,13 +128,23 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
         1     output       1  4  8  0.50000  0.37500  0.60000  0.12500  33.33      0   90.0
         mean energy over pairs, s = 2, chords, full space
     """
+    if not isinstance(model, Selection):
+        return _still(model, energy)
     potential = Riesz() if energy is None else getattr(energy, "potential", None)
+    half_space = bool(getattr(energy, "half_space", False))
+    if isinstance(energy, Regulariser) and (energy.maps_vectors or not isinstance(potential, Riesz)):
+        values = energy.layer_energies(model)
+        rows = tuple(_row(layer, half_space, values[layer.name]) for layer in model)
+        return Report(rows, math.nan, half_space, False, model.left, str(energy))
     if not isinstance(potential, Riesz):
-        raise ArgumentError("energy", f"must have a Riesz potential, got {type(energy).__name__}")
-    plain, half_space = Riesz(potential.s, potential.angular), bool(getattr(energy, "half_space", False))
-    if isinstance(model, Selection):
-        rows = tuple(_row(layer, plain, half_space) for layer in model)
-        return Report(rows, plain.s, half_space, plain.angular, model.left)
+        raise ArgumentError("energy", f"must be a regulariser, got {type(energy).__name__}")
+    plain = Riesz(potential.s, potential.angular)
+    rows = tuple(_row(layer, half_space, plain) for layer in model)
+    return Report(rows, plain.s, half_space, plain.angular, model.left)
+
+
+def _still(model: nn.Module, energy: nn.Module | None) -> Report:
+    """Report of a model's layers, the model in evaluation mode meanwhile."""
     # Some parametrisations change when they are computed in training mode.
     modes = {module: module.training for module in model.modules()}
     try:
@@ -135,31 +156,30 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
             module.training = mode
 
 
-def _row(layer: Neurons, potential: Riesz, half_space: bool) -> Row:
+def _row(layer: Neurons, half_space: bool, what: Riesz | Tensor) -> Row:
+    """What there is to say of a layer, by the mean of a potential over its pairs or by the value of a regulariser."""
     half_space = half_space and layer.role != "output"
     matrices = at_least_float32(layer.matrices().detach())
     groups, n, d = matrices.shape
     with full_precision(matrices):
-        means = pair_sums(matrices, potential, half_space=half_space) / pair_counts(matrices, half_space)
         units, inverse = directions(matrices, 0.0)
         valid = (inverse != 0).squeeze(2)
         smallest = math.degrees(_smallest_angle(units, valid, half_space))
-    counts: list[int] = valid.sum(1).tolist()
+        counts: list[int] = valid.sum(1).tolist()
+        if isinstance(what, Tensor):
+            energies = what.item(), math.nan, math.nan
+        else:
+            means = pair_sums(matrices, what, half_space=half_space) / pair_counts(matrices, half_space)
+            energies = means.double().mean().item(), *_known(what, counts, d, half_space)
+    return Row(layer.name, layer.role, groups, n, d, *energies, groups * n - sum(counts), smallest)
+
+
+def _known(potential: Riesz, counts: Sequence[int], d: int, half_space: bool) -> tuple[float, float]:
+    """Floor, and the energy of random directions, of matrices with that many neurons each."""
     s, angular = potential.s, potential.angular
     floors = [floor_energy(count, d, s, half_space=half_space, angular=angular) for count in counts]
     chances = [random_energy(s, d, half_space=half_space, angular=angular, n=count) for count in counts]
-    return Row(
-        layer.name,
-        layer.role,
-        groups,
-        n,
-        d,
-        means.double().mean().item(),
-        math.fsum(floors) / groups,
-        math.fsum(chances) / groups,
-        groups * n - sum(counts),
-        smallest,
-    )
+    return math.fsum(floors) / len(counts), math.fsum(chances) / len(counts)
 
 
 def _smallest_angle(units: Tensor, valid: Tensor, half_space: bool) -> float:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import hardtanh
 
 from hypersphere.energy.base import Regulariser, energies, gather
-from hypersphere.energy.chords import FLOOR, present
+from hypersphere.energy.chords import FLOOR, present, smooth_chords
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
@@ -26,6 +27,13 @@ from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalis
 
 CHUNK_ELEMENTS = 2**23
 """Cosines computed at a time in a search for neighbours."""
+POWERS = tuple(4.0**k for k in range(3, 11))
+"""Through which the nearest neighbour is approached; from lower ones all starts fall into the same minimum."""
+PLACES = 64
+"""Least number of places from which the worst one is looked for."""
+CLIMBS = 20
+FIRST_TURN, LARGEST_TURN = 0.1, 0.3
+"""Radians that such a place moves at first and at most."""
 
 
 @torch.no_grad()
@@ -89,8 +97,49 @@ def _mean(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1).clamp(min=1)
 
 
+def _soft_chords(vectors: Tensor, half_space: bool, power: float) -> tuple[Tensor, Tensor]:
+    r"""Smooth form of the chord to the nearest other direction, :math:`(\sum_j \rho_{ij}^{-p})^{-1/p}`.
+
+    All pairs are held at once.
+
+    Returns:
+        ``(b, n)``, 1 where there is no other; and which rows have a neighbour.
+    """
+    units, valid = normalise(vectors), present(vectors)
+    places = torch.arange(units.shape[1], device=units.device)
+    q, p = smooth_chords(units, units, own=places, mirrored=half_space)
+    q = q if p is None else torch.minimum(q, p)
+    pairs = valid.unsqueeze(1) & valid.unsqueeze(2) & (places != places.unsqueeze(1))
+    counted = pairs.any(2)
+    alone = ~counted.unsqueeze(2) & (places == places.unsqueeze(1))  # no logarithm of nothing
+    logs = torch.where(pairs, -0.5 * torch.where(pairs, q, 1.0).clamp(min=FLOOR[q.dtype]).log(), -math.inf)
+    logs = torch.where(alone, 0.0, logs)
+    return (-(power * logs).logsumexp(2) / power).exp(), counted
+
+
 def _chord(a: Tensor, b: Tensor) -> Tensor:
     return safe_sqrt((a - b).square().sum(-1))
+
+
+def _arc(chord: Tensor) -> Tensor:
+    """Angle of a chord."""
+    return 2 * torch.asin(hardtanh(chord / 2))
+
+
+class _Nearest(_Spread):
+    """A member that is a mean over rows of a function of the chord to the nearest other direction."""
+
+    powers = POWERS
+
+    def _of(self, chords: Tensor, counted: Tensor) -> Tensor:
+        """Value ``(b,)`` of chords to the nearest neighbours ``(b, n)``."""
+        raise NotImplementedError
+
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        """The value, at a finite power with a smooth nearest neighbour."""
+        if power == math.inf:
+            return self.energy(vectors)
+        return self._of(*_soft_chords(vectors, self.half_space, power))
 
 
 @energies.register("mhs", aliases=("maximum-hyperspherical-separation",))
@@ -109,6 +158,8 @@ class MHS(_Spread):
         >>> MHS(distance="angle")(torch.tensor([[1.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]))
         tensor(-1.5708)
     """
+
+    powers = POWERS
 
     def __init__(
         self,
@@ -136,13 +187,24 @@ class MHS(_Spread):
             value = (a - b).square().sum(-1) if self.distance == "squared" else _chord(a, b)
         return torch.where(counted.any(1), -value, 0.0)
 
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        """Minus the separation, at a finite power with a smooth minimum."""
+        if power == math.inf:
+            return self.energy(vectors)
+        chords, counted = _soft_chords(vectors, self.half_space, power)
+        some = counted.any(1)
+        logs = torch.where(counted | ~some.unsqueeze(1), -chords.log(), -math.inf)
+        chord = (-(power * logs).logsumexp(1) / power).exp()
+        value = _arc(chord) if self.distance == "angle" else chord.square() if self.distance == "squared" else chord
+        return torch.where(some, -value, 0.0)
+
     def extra_repr(self) -> str:
         """The options."""
         return f"{super().extra_repr()}, distance={self.distance!r}"
 
 
 @energies.register("koleo")
-class KoLeo(_Spread):
+class KoLeo(_Nearest):
     r"""Differential entropy by nearest neighbours (KoLeo).
 
     .. math:: -\frac1n \sum_i \log(\min_{j \ne i} \|u_i - u_j\| + \epsilon)
@@ -177,7 +239,10 @@ class KoLeo(_Spread):
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Value of each matrix of a batch."""
         units, found, counted = self._neighbours(vectors, role)
-        value = _mean(-(_chord(units, found) + self.eps).log(), counted)
+        return self._of(_chord(units, found), counted)
+
+    def _of(self, chords: Tensor, counted: Tensor) -> Tensor:
+        value = _mean(-(chords + self.eps).log(), counted)
         if self.scaled:
             value = value - counted.sum(1).clamp(min=1).to(value.dtype).log()
         return value
@@ -188,7 +253,7 @@ class KoLeo(_Spread):
 
 
 @energies.register("mma", aliases=("minimal-angle",))
-class MMA(_Spread):
+class MMA(_Nearest):
     r"""Maximise the minimal angle: :math:`-\frac1n \sum_i \min_{j \ne i} \theta_{ij}`.
 
     Args:
@@ -209,9 +274,12 @@ class MMA(_Spread):
         units, found, counted = self._neighbours(vectors, role)
         return -_mean(angle(units, found), counted)
 
+    def _of(self, chords: Tensor, counted: Tensor) -> Tensor:
+        return -_mean(_arc(chords), counted)
+
 
 @energies.register("separation")
-class Separation(_Spread):
+class Separation(_Nearest):
     r"""What places hyperspherical prototypes: :math:`\frac1n \sum_i \max_{j \ne i} \cos(u_i, u_j)`.
 
     Args:
@@ -231,6 +299,9 @@ class Separation(_Spread):
         """Mean largest cosine of each matrix of a batch."""
         units, found, counted = self._neighbours(vectors, role)
         return _mean(1 - (units - found).square().sum(-1) / 2, counted)
+
+    def _of(self, chords: Tensor, counted: Tensor) -> Tensor:
+        return _mean(1 - chords.square() / 2, counted)
 
 
 @energies.register("uniformity", aliases=("gaussian-potential",))
@@ -347,6 +418,11 @@ class RelaxedMHP(Regulariser):
             raise ArgumentError("half_space", "must be False for relaxed-mhp: with mirror images the sum is always 0")
         self.normalised = normalised
 
+    @property
+    def counts_lengths(self) -> bool:
+        """Whether vectors are summed, not directions."""
+        return not self.normalised
+
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Norm of the sum of each matrix of a batch."""
         return norm((normalise(vectors) if self.normalised else vectors).sum(1))
@@ -362,9 +438,12 @@ class _Poles(_Spread):
     At each call in training mode the pole takes ``inner_steps`` steps of gradient descent with momentum, with the
     learning rate of the run (``rate`` before :meth:`advance` told it); then the pole is a constant and the value is a
     function of the weights. Poles and their momenta are buffers, saved and restored with ``state_dict``.
+
+    What is minimised (:meth:`objective`) is the value at the worst place of all.
     """
 
     ordered = True
+    powers = tuple(4.0**k for k in (3, 5, 7))
     momentum, decay = 0.9, 5e-4
     contract: ClassVar[Mapping[str, Any]] = {"rotation": False, "optimum": None, "batches": False, "model": False}
 
@@ -467,6 +546,55 @@ class _Poles(_Spread):
     def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
         """Value ``(b,)`` at squared chords from the pole ``(b, n)``, and its slopes by these ``(b, n)``."""
         raise NotImplementedError
+
+    # Values at the worst place.
+
+    def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
+        r"""Value at the worst place on the sphere, found from many, of each set of vectors.
+
+        At a finite power a smooth maximum over the places found, :math:`\frac1p \log \sum_k \exp(p f_k)`. The poles of
+        training play no part and stay as they are.
+        """
+        units, valid = normalise(vectors), present(vectors)
+        climbs = 3 * CLIMBS if power == math.inf else CLIMBS
+        values, _ = self._at_places(units, valid, self._worst_places(units.detach(), valid, climbs))
+        if power == math.inf:
+            return values.amax(1)
+        return ((power * values).logsumexp(1) - math.log(values.shape[1])) / power
+
+    def _at_places(self, units: Tensor, valid: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``(b, m)`` of directions ``(b, n, d)`` at places ``(b, m, d)``, and their slopes by the places."""
+        b, m, _ = places.shape
+        q = 2 - 2 * (places @ units.mT)
+        values, slopes = self._value(q.flatten(0, 1), valid.repeat_interleave(m, 0), self.half_space)
+        gradient = -2 * (slopes.view(b, m, -1) @ units)
+        return values.view(b, m), gradient - (gradient * places).sum(2, keepdim=True) * places
+
+    @torch.no_grad()
+    def _worst_places(self, units: Tensor, valid: Tensor, climbs: int) -> Tensor:
+        """Where the value is largest among its surroundings, ``(b, m, d)``: from places that are always the same."""
+        b, n, d = units.shape
+        count = max(PLACES, 4 * (n + d))
+        places = torch.randn(count, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        places = normalise(places).to(units).expand(b, count, d)
+        tiny = torch.finfo(units.dtype).tiny
+        values, slopes = self._at_places(units, valid, places)
+        rates = FIRST_TURN / norm(slopes, keepdim=True).clamp(min=tiny)
+        for _ in range(climbs):
+            move = rates * slopes
+            move = move * (LARGEST_TURN / norm(move, keepdim=True).clamp(min=LARGEST_TURN))
+            tried = normalise(places + move)
+            reached, new_slopes = self._at_places(units, valid, tried)
+            better = (reached >= values).unsqueeze(2)
+            # The next step fits the curvature that this one has met.
+            bend = -((tried - places) * (new_slopes - slopes)).sum(2, keepdim=True)
+            length = (tried - places).square().sum(2, keepdim=True)
+            fitting = torch.where(bend > tiny, length / bend.clamp(min=tiny), 2 * rates)
+            rates = torch.where(better, fitting, rates / 4)
+            places = torch.where(better, tried, places)
+            slopes = torch.where(better, new_slopes, slopes)
+            values = torch.where(better.squeeze(2), reached, values)
+        return places
 
 
 PREFIX = "pole "

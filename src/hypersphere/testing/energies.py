@@ -4,8 +4,8 @@ A member's own ``contract`` may declare what does not hold for it: ``rotation``,
 ``gradient`` as ``False`` (it draws projections, keeps a neuron's order, counts lengths, or holds a part fixed),
 ``optimum`` (``"simplex"``, the default; ``"cross"``, the vectors plus and minus those of an orthonormal basis, for
 half-space members ``"orthonormal"``; or ``None``), ``options`` and ``variants``, ``graph`` (``False`` where it cannot
-be compiled as one graph), and ``waits`` (``True`` where a value waits for the device, which a captured step must
-not).
+be compiled as one graph), ``falls`` (``False`` where an adversary may raise the value while it is minimised), and
+``waits`` (``True`` where a value waits for the device, which a captured step must not).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hypersphere.energy import Regulariser, energies
+from hypersphere.energy import Regulariser, energies, minimise
+from hypersphere.geometry import normalise
 from hypersphere.testing import common, numeric
 from hypersphere.testing.contract import Contract, variants
 
@@ -149,6 +150,20 @@ def is_least_where_it_says(name: str) -> None:
             found = found / found.norm(dim=1, keepdim=True)
             found = found - found.mean(1, keepdim=True) if best == "simplex" else found
             assert float(value(energy, found)) >= least - 1e-9, f"{name} is {least} where it should be least"
+
+
+@CONTRACT.check
+def is_what_minimise_says(name: str) -> None:
+    """``minimise`` reports what the member has at the points that it returns, which is no more than at the start."""
+    for energy in members(name)[:1]:
+        if isinstance(energy, Regulariser):
+            start = normalise(numeric.draw(*SHAPE, seed=9))
+            found = minimise(start, energy=energy, steps=20)
+            assert found.regulariser is not None and found.regulariser is not energy
+            own, first = (found.regulariser.objective(x.unsqueeze(0)).squeeze(0) for x in (found.points, start))
+            numeric.close(own, torch.tensor(found.energy), 1e-6, f"{name} of what was minimised")
+            if holds(name, "falls"):
+                assert found.energy <= float(first) + 1e-9, f"{name} rose from {first} to {found.energy}"
 
 
 @CONTRACT.check
