@@ -417,7 +417,12 @@ def window_sums(
             right = output_size[axis - 2] + pad - maps.shape[axis]
             stride = 1
         maps = F.pad(maps, (*inner, left, right))
-        maps = maps.unfold(axis, extent + 1, stride)[..., ::spacing].sum(-1)
+        if transformed():  # torch.vmap has no rule for the derivative of unfold
+            reach = maps.shape[axis] - extent
+            maps = sum((maps.narrow(axis, tap * spacing, reach) for tap in range(1, size)), maps.narrow(axis, 0, reach))
+            maps = maps[(..., slice(None, None, stride), *(slice(None),) * (maps.dim() - 1 - axis))]
+        else:
+            maps = maps.unfold(axis, extent + 1, stride)[..., ::spacing].sum(-1)
     return maps
 
 
