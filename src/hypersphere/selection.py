@@ -386,6 +386,7 @@ def select(
             why or ("" if row.module in order else "the example does not call it")
             for why, row in zip(obstacles, rows, strict=True)
         ]
+    _check_named("include", include, rows, obstacles)
     able = [row for row, why in zip(rows, obstacles, strict=True) if not why and not isinstance(row.module, _RARE)]
     if order is not None:
         able.sort(key=lambda row: order.index(row.module))
@@ -444,6 +445,14 @@ def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], strict: bool)
         if strict and not any(fnmatchcase(name, pattern) for row in rows for name in row.names):
             raise ArgumentError(argument, f"must be the name or a pattern of {_list(rows)}, got {pattern!r}")
     return lambda row: any(fnmatchcase(name, pattern) for name in row.names for pattern in patterns)
+
+
+def _check_named(argument: str, choice: Choice | None, rows: Sequence[Layer], obstacles: Sequence[str]) -> None:
+    """Raise for a layer that is asked for by its whole name, and cannot be taken."""
+    asked = {choice} if isinstance(choice, str) else set() if choice is None or callable(choice) else set(choice)
+    for row, obstacle in zip(rows, obstacles, strict=True):
+        if obstacle and asked & set(row.names) - {""}:
+            raise ArgumentError(argument, f"must not name {row.name}: {obstacle}")
 
 
 def _on_shortcut(row: Layer) -> bool:

@@ -107,14 +107,15 @@ def convert(
         raise ArgumentError("learn_k", "must not be 'network' for layers on several devices")
     # Obstacles are seen on the layer itself, for as long as they last.
     selection.note([replace(row, reason="" if obstacle(row) else row.reason) for row in rows], "convert")
+    own = create_operator(op, learn_k="layer") if op.learn_k == "network" else op
     for module in layers:
         if isinstance(module, Decoupled):
-            module.set_operator(op)
+            module.set_operator(own)
         else:
-            Decoupled.adopt(module, op)
+            Decoupled.adopt(module, own)
     if op.learn_k == "network":
         for module in layers:
-            module.k_raw = layers[0].k_raw
+            module.operator, module.k_raw = op, layers[0].k_raw
     _switch_fast_paths(model)
     if project:
         project_weights(model, skip_weighted=True)
@@ -279,6 +280,7 @@ def report(model: nn.Module, *, output: Output = "auto") -> Report:
         >>> report(hs.nn.TanhLinear(3, 4)).rows[0].added
         4
     """
+    selection.check_model(model)
     obstacle = _obstacles(model)
     counted: set[nn.Parameter] = set()
     rows = []

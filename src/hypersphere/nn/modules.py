@@ -7,6 +7,7 @@ trained weights load and code that looks for ``nn.Conv2d`` finds it.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from hypersphere.angular import Sigmoid
+from hypersphere.angular import Cosine, Sigmoid
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 from hypersphere.nn import fused
@@ -26,6 +28,7 @@ from hypersphere.nn import operators as operators_module
 from hypersphere.nn.functional import Window, decoupled
 from hypersphere.nn.operators import Operator, RadiusOperator, measures_radius, operators
 
+_FUSIONS = {fuse_conv_bn_eval.__code__, fuse_linear_bn_eval.__code__}
 _OWN_STATE = ("radius_raw", "k_raw", "patch_norm_mean", "patch_norm_seen")
 _FOLDED_STATE = ("folded_norms", "folded_radius", "folded_k")  # in place of these, see hypersphere.nn.fold
 
@@ -64,6 +67,8 @@ class Decoupled(nn.Module):
     def set_operator(self, operator: str | Operator, **options: Any) -> None:
         """Take another operator, with its learned parts at their initial values."""
         op = operators_module.operator(operator, **options)
+        if op.learn_k == "network":
+            raise ArgumentError("learn_k", "must be 'filter' or 'layer' for one layer: only convert() knows the network")
         self._drop_state()
         self.operator, self.folded = op, False
         weight = next(itertools.chain(self.parameters(), self.buffers()))  # not self.weight: it may be computed
@@ -156,6 +161,20 @@ class Decoupled(nn.Module):
             for place in (self._parameters, self._buffers, self.__dict__):
                 place.pop(name, None)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter; those of ``torch.nn.utils.fuse_conv_bn_eval`` are refused.
+
+        It scales the kernels, which a decoupled layer takes directions of. Only a folded layer of the cosine is linear
+        in what it keeps of them.
+        """
+        by = inspect.currentframe()
+        for _ in range(2):  # torch's setattr, then who sets
+            by = None if by is None else by.f_back
+        if by is not None and by.f_code in _FUSIONS and not (self.folded and isinstance(self.operator.g, Cosine)):
+            allowed = "a layer folded with the angular function 'cosine' can be (hypersphere.nn.fold)"
+            raise ArgumentError(name, f"of a decoupled layer cannot be fused with batch normalisation: {allowed}")
+        super().register_parameter(name, param)
+
     def train(self, mode: bool = True) -> Self:
         """Set the mode; a folded layer cannot be trained."""
         if mode and self.folded:
@@ -176,7 +195,7 @@ class Decoupled(nn.Module):
         if self.radius_raw is None:
             raise ArgumentError("value", f"cannot be set: the operator {self._name()} has no radius")
         low = RadiusOperator.RADIUS_MIN
-        self.radius_raw.copy_((_checked(value, low) - low).sqrt())
+        self.radius_raw.copy_((_checked(value, self.radius_raw, low) - low).sqrt())
 
     @property
     def k(self) -> Tensor | None:
@@ -196,7 +215,7 @@ class Decoupled(nn.Module):
         if self.k_raw is None:
             raise ArgumentError("value", f"cannot be set: the operator {self._name()} learns no k")
         low, projected = self.operator.K_MIN, self.operator.k_param == "project"
-        value = _checked(value, low, open_low=not projected)
+        value = _checked(value, self.k_raw, low, open_low=not projected)
         above = (value - low).expm1().log() if self.operator.k_param == "softplus" else value - low
         self.k_raw.copy_(value if projected else above)
 
@@ -402,12 +421,19 @@ class _ConvTranspose(Decoupled):
         return y if input.dim() == spatial + 2 else y.squeeze(0)
 
 
-def _checked(value: float | Tensor, low: float, *, open_low: bool = True) -> Tensor:
-    """A value or values above ``low``, in float64."""
+def _checked(value: float | Tensor, place: Tensor, low: float, *, open_low: bool = True) -> Tensor:
+    """A value or values above ``low`` for a place, in float64."""
     # Numbers stay on the CPU, whatever the default device: their check must not wait for another one.
-    given = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    try:
+        given = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # texts, lists of unequal length
+        raise ArgumentError("value", f"must be a number or {len(place)} of them, got {value!r}") from None
     values = given.double()
-    check_range("value", float(values.min()), low, open_low=open_low)
+    if values.shape not in ((), (1,), place.shape):
+        wanted = f"be a number or have shape {tuple(place.shape)}"
+        raise ArgumentError("value", f"must {wanted}, got shape {tuple(values.shape)}")
+    for extreme in (values.min(), values.max()):
+        check_range("value", float(extreme), low, open_low=open_low)
     return values
 
 

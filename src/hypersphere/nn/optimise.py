@@ -25,6 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def decoupled_layers(model: nn.Module) -> Iterator[tuple[str, Decoupled]]:
     """The decoupled layers of a model with their names, each once."""
+    selection.check_model(model)
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Decoupled))
 
 
@@ -75,6 +76,7 @@ def project_weights(
     """
     check_range("s", s, 0, open_low=True)
     check_range("eps", eps, 0)
+    selection.check_model(model)
     others = (m for m in model.modules() if not (isinstance(m, Decoupled) and m.operator.weighting == "none"))
     shared = {id(parameter) for module in others for parameter in module._parameters.values() if parameter is not None}
     named = list(decoupled_layers(model))

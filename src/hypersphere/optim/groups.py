@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.nn import Decoupled
+from hypersphere.selection import check_model
 
 _ROLES = ("", "-vectors", "-kernels", "-operators", "-rotations", "-matrices")
 
@@ -108,6 +109,8 @@ def parameter_groups(
     of_head = head_lr if rotation_lr == lr else rotation_lr if head_lr == lr else head_lr * (rotation_lr / lr)
     rotated = {"model": rotation_lr, "head": of_head}
     parts = {"model": (model, lr)} | ({} if head is None else {"head": (head, head_lr)})
+    for module, _ in parts.values():
+        check_model(module)
     groups: list[dict[str, Any]] = []
     used: set[str] = set()
     seen: set[nn.Parameter] = set()

@@ -337,6 +337,7 @@ class _Book:
 
 
 def _book(model: nn.Module, name: str | None = None) -> _Book:
+    selection.check_model(model)
     book: _Book | None = vars(model).get(_BOOK)
     if book is None:
         raise ArgumentError("model", "must be a module that adapt() was called with, got one without adapters")
@@ -446,6 +447,7 @@ def adapt(
         >>> {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         {'0.adapters.default.free': (4, 120)}
     """
+    selection.check_model(model)
     check_choice("method", method, ("oft", "boft"))
     check_choice("cayley", cayley, ("exact", "neumann"))
     check_choice("bias", bias, ("none", "all", "adapter"))
@@ -672,6 +674,7 @@ def list_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
         >>> list(list_adapters(adapt(model, name="second")))
         ['first', 'second']
     """
+    selection.check_model(model)
     book: _Book | None = vars(model).get(_BOOK)
     return {} if book is None else {name: dict(config) for name, config in book.configs.items()}
 
@@ -875,6 +878,7 @@ def constrain(model: nn.Module) -> None:
         >>> round(model.adapters.default.free.norm().item() * 2**0.5, 6)
         0.1
     """
+    selection.check_model(model)
     for module in model.modules():
         if isinstance(module, Adapter):
             module.constrain()
@@ -939,6 +943,7 @@ def load_adapter(
         >>> list(list_adapters(load_adapter(nn.Linear(64, 8), state, config, name="loaded")))
         ['loaded']
     """
+    selection.check_model(model)
     active = vars(model)[_BOOK].active if _BOOK in vars(model) else None
     adapt(model, name=name, **{**config, **options})
     book = _book(model, name)

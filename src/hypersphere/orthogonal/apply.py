@@ -119,13 +119,16 @@ def apply(
     if not isinstance(map, str) and options:
         raise ArgumentError(next(iter(options)), "must not be given together with a map that is an object")
     chosen_map = create(map, **options) if isinstance(map, str) else map
+    if not isinstance(chosen_map, Map):
+        shown = getattr(chosen_map, "__name__", type(chosen_map).__name__)
+        raise ArgumentError("map", f"must be the name of a map or a Map (hypersphere.orthogonal.create), got {shown}")
     _check(start=start, sides=sides, sampling=sampling, blocks=blocks, gain=gain, sample=sample, init=init, mean=mean)
-    if seed is None and (init is not None or start == "normal" or sample is not None):
-        seed = int(torch.randint(2**31, ()))
     rows = selection.select(
         model, types=types, include=include, exclude=exclude, skip=skip, output=output, obstacle=_obstacles(model)
     )
     layers = [Rotated(row.name, row.module, row.weight) for row in selection.chosen(model, rows)]
+    if seed is None and (init is not None or start == "normal" or sample is not None):
+        seed = int(torch.randint(2**31, ()))
     plans: list[tuple[Rotated, Tensor, list[Rotation]]] = []
     for place, layer in enumerate(layers):  # all that may fail, before any layer is changed
         generator = source(seed, layer.name)
@@ -427,6 +430,8 @@ def merge(model: M) -> M:
         )
     """
     layers = rotated(model)
+    if not layers:
+        raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
     by_module: dict[Any, dict[str, Tensor]] = {}
     for layer in layers:
         by_module.setdefault(layer.module, {})[layer.weight] = layer.value.detach().clone()
@@ -441,8 +446,6 @@ def merge(model: M) -> M:
         vars(module).pop("keeps_angles", None)
     gather(model)
     selection.forget(model, "rotate")
-    if not layers:
-        raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
     return model
 
 
@@ -460,6 +463,7 @@ def _unparametrise(module: Any, weights: Iterable[str]) -> None:
 
 def rotated(model: nn.Module) -> list[Rotated]:
     """The weights of a model that are rotated."""
+    selection.check_model(model)
     return [
         Rotated(f"{name}.{weight}".strip(".") if weight != "weight" else name, module, weight)
         for name, module in model.named_modules()
@@ -664,6 +668,7 @@ def retract(model: nn.Module, bound: float = 1e-5) -> None:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "gram_schmidt", start="normal")
         >>> retract(model)
     """
+    selection.check_model(model)
     found: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
     for rotation in found:
         if rotation.map.retracts:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hypersphere import selection
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, exact_products, full_precision
 from hypersphere.neurons import Layout
@@ -301,6 +302,7 @@ def rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
         >>> [(name, rotation.d) for name, rotation in rotations(model)]
         [('0', 3)]
     """
+    selection.check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, Rotation):
             layer, *rest = re.split(r"(?:^|\.)(?:parametrizations|adapters)\.", name)
