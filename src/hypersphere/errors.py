@@ -80,6 +80,18 @@ def check_count(argument: str, value: int, low: int = 1) -> None:
     check_range(argument, value, low)
 
 
+def check_seed(seed: int) -> None:
+    """Raise :class:`ArgumentError` unless a seed is a whole number, of any sign.
+
+    Example:
+        >>> check_seed("first")
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: seed must be a whole number, got 'first'
+    """
+    if not isinstance(seed, numbers.Integral):
+        raise ArgumentError("seed", f"must be a whole number, got {seed!r}")
+
+
 def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``value`` is one of ``allowed``."""
     if value not in allowed:

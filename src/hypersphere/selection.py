@@ -438,10 +438,10 @@ def _kinds_wanted(types: Types | None, rows: Sequence[Layer]) -> Callable[[Layer
 def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], strict: bool) -> Callable[[Layer], bool]:
     if callable(choice):
         return lambda row: any(choice(name, row.module) for name in row.names)
-    patterns = [choice] if isinstance(choice, str) else list(choice)
+    patterns = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ArgumentError(argument, f"must be patterns of names or a function, got {patterns}")
+            raise ArgumentError(argument, f"must be patterns of names or a function, got {choice!r}")
         if strict and not any(fnmatchcase(name, pattern) for row in rows for name in row.names):
             raise ArgumentError(argument, f"must be the name or a pattern of {_list(rows)}, got {pattern!r}")
     return lambda row: any(fnmatchcase(name, pattern) for name in row.names for pattern in patterns)

@@ -5,6 +5,7 @@ import functools
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -988,3 +989,48 @@ def test_real_models(name):
 def test_what_is_no_model_is_named(model):
     with pytest.raises(ArgumentError, match=r"^model must be a module, got (str|type)$"):
         convert(model, "sphere")
+
+
+@pytest.mark.parametrize("operator", sorted(hs.nn.operators))
+@pytest.mark.parametrize("angular", ["cosine", "sqcos"])
+def test_a_fusion_with_batch_normalisation_is_right_or_refused(operator, angular):
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 4, 3, bias=True), nn.BatchNorm2d(4)
+    nn.init.uniform_(norm.weight, -2, 2)
+    nn.init.normal_(norm.running_mean)
+    x = torch.randn(2, 3, 5, 5)
+    layer = convert(conv, operator, angular=angular).eval()
+    norm.eval()
+    with pytest.raises(ArgumentError, match=r"^weight of a decoupled layer cannot be fused with batch normalisation"):
+        nn.utils.fuse_conv_bn_eval(layer, norm)
+    if angular == "cosine":
+        torch.testing.assert_close(nn.utils.fuse_conv_bn_eval(fold(layer), norm)(x), norm(layer(x)))
+    else:
+        with pytest.raises(ArgumentError, match="cannot be fused"):
+            nn.utils.fuse_conv_bn_eval(fold(layer), norm)
+
+
+def test_a_fusion_of_linear_layers_is_refused():
+    with pytest.raises(ArgumentError, match="cannot be fused"):
+        nn.utils.fuse_linear_bn_eval(hs.nn.SphereLinear(3, 4).eval(), nn.BatchNorm1d(4).eval())
+
+
+def test_values_for_kernels_keep_their_digits_however_they_are_given():
+    layer = hs.nn.TanhLinear(3, 2).double()
+    for given in ([0.1, 0.7], np.array([0.1, 0.7]), torch.tensor([0.1, 0.7], dtype=torch.float64)):
+        layer.set_radius(given)
+        torch.testing.assert_close(
+            layer.radius, torch.tensor([0.1, 0.7], dtype=torch.float64, device="cpu"), rtol=0, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("change", [convert, hs.orthogonal.apply])
+def test_tied_layers_are_named_with_the_reason(change):
+    """A layer that is asked for by its name is not left out without a word."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.LazyLinear(4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    name = "3" if change is convert else "1"
+    with pytest.raises(ArgumentError, match=rf"^include must not name {name}: "):
+        change(model, include=["2", name])
+    shown = str((hs.nn.report if change is convert else hs.orthogonal.check)(change(model)))
+    assert ("lazy: run a batch" if change is convert else "another module shares its weight") in shown

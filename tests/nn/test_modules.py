@@ -1128,7 +1128,7 @@ def test_radius_gets_a_gradient_only_with_the_mean():
         agree(by_raw, 2 * layer.radius_raw.detach() * expected, atol=0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("share", ["filter", "layer", "network"])
+@pytest.mark.parametrize("share", ["filter", "layer"])
 @pytest.mark.parametrize("param", ["abs", "softplus", "project"])
 def test_learned_steepness(share, param):
     layer = DecoupledConv2d(2, 3, 3, operator="sphere", angular="sigmoid", learn_k=share, k_param=param).double()

@@ -18,7 +18,7 @@ from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.theory import floor_energy, random_energy
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import angle, at_least_float32, full_precision
-from hypersphere.selection import Layer, table
+from hypersphere.selection import Layer, check_model, table
 
 _TILE = 2**24
 """Most cosines that are held at a time."""
@@ -146,6 +146,7 @@ def report(model: nn.Module | Selection, energy: nn.Module | None = None) -> Rep
 def _still(model: nn.Module, energy: nn.Module | None) -> Report:
     """Report of a model's layers, the model in evaluation mode meanwhile."""
     # Some parametrisations change when they are computed in training mode.
+    check_model(model)
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -122,6 +122,9 @@ def check_pairs(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
         >>> check_pairs(torch.tensor([1, 2]), torch.tensor([0, 1]))
         (tensor([1., 2.], dtype=torch.float64), tensor([False,  True]))
     """
+    for name, given in (("scores", scores), ("same", same)):
+        if not isinstance(given, Tensor):
+            raise ArgumentError(name, f"must be a tensor, got {type(given).__name__}")
     if scores.shape != same.shape or scores.dim() != 1:
         raise ArgumentError("scores", f"and same must be equally long vectors, got {scores.shape} and {same.shape}")
     if same.dtype != torch.bool:

@@ -96,6 +96,8 @@ class PairScores:
             >>> first.merge(second).auc()
             1.0
         """
+        if not isinstance(other, PairScores):
+            raise ArgumentError("other", f"must be PairScores, got {type(other).__name__}")
         if other.capacity != self.capacity or other._expected != self._expected:
             raise ArgumentError("other", "must have the same capacity and be of the same pass")
         if other._dtype is not None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Self, TypeVar
 
@@ -66,9 +66,7 @@ class Decoupled(nn.Module):
 
     def set_operator(self, operator: str | Operator, **options: Any) -> None:
         """Take another operator, with its learned parts at their initial values."""
-        op = operators_module.operator(operator, **options)
-        if op.learn_k == "network":
-            raise ArgumentError("learn_k", "must be 'filter' or 'layer' for one layer: only convert() knows the network")
+        op = _of_one_layer(operator, options)
         self._drop_state()
         self.operator, self.folded = op, False
         weight = next(itertools.chain(self.parameters(), self.buffers()))  # not self.weight: it may be computed
@@ -104,6 +102,7 @@ class Decoupled(nn.Module):
             >>> Decoupled.adopt(layer, "tanh") is layer, type(layer).__name__
             (True, 'DecoupledConv2d')
         """
+        op = _of_one_layer(operator, options)
         kind = type(module)
         parametrised = hasattr(module, "parametrizations")
         base = kind.__mro__[1] if parametrised else kind
@@ -116,7 +115,7 @@ class Decoupled(nn.Module):
             target = type(f"Parametrized{target.__name__}", (target,), own)
         module.__class__ = target
         assert isinstance(module, Decoupled)
-        module.set_operator(operator, **options)
+        module.set_operator(op)
         return module
 
     def release(self) -> nn.Module:
@@ -419,6 +418,13 @@ class _ConvTranspose(Decoupled):
         window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, tuple(extra))
         y = self._respond(batch, window)
         return y if input.dim() == spatial + 2 else y.squeeze(0)
+
+
+def _of_one_layer(operator: str | Operator, options: Mapping[str, Any]) -> Operator:
+    op = operators_module.operator(operator, **options)
+    if op.learn_k == "network":
+        raise ArgumentError("learn_k", "must be 'filter' or 'layer' for one layer: only convert() knows the network")
+    return op
 
 
 def _checked(value: float | Tensor, place: Tensor, low: float, *, open_low: bool = True) -> Tensor:

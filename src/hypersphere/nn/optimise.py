@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from hypersphere import selection
-from hypersphere.errors import ArgumentError, check_range
+from hypersphere.errors import ArgumentError, check_count, check_range
 from hypersphere.geometry import at_least_float32
 from hypersphere.nn.functional import Window, _scaled, _squared_norms
 from hypersphere.nn.modules import Decoupled
@@ -147,7 +147,7 @@ class WeightProjection:
     def __init__(
         self, model: nn.Module, every: int = 100, s: float = 1.0, eps: float = 0.0, *, skip_weighted: bool = False
     ) -> None:
-        check_range("every", every, 1)
+        check_count("every", every)
         self.model, self.every, self.s, self.eps, self.skip_weighted = model, every, s, eps, skip_weighted
         self.steps = 0
         self.project()
@@ -188,6 +188,9 @@ def recalibrate(model: M, batches: Iterable[Any]) -> M:
         >>> recalibrate(model, [x])(x).mean(0).abs().max() < 1e-5
         tensor(True)
     """
+    selection.check_model(model)
+    if not isinstance(batches, Iterable):
+        raise ArgumentError("batches", f"must be batches to go through, got {type(batches).__name__}")
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     layers = [m for _, m in decoupled_layers(model) if getattr(m.operator, "mean_norm", False)]
     with _training_alone(model, {*norms, *layers}), _averaging(norms, layers):
@@ -351,10 +354,20 @@ def init_from(model: M, trained: nn.Module | Mapping[str, Tensor], s: float = 1.
         >>> model = recalibrate(init_from(model, trained), [torch.randn(16, 1, 8, 8)])
     """
     check_range("s", s, 0, open_low=True)
+    selection.check_model(model)
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    if not isinstance(state, Mapping):
+        raise ArgumentError("trained", f"must be a module or its state_dict(), got {type(state).__name__}")
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    before = {name: value.clone() for name, value in own.items()}
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
+        model.load_state_dict(state)  # copies what fits before it says what does not
+        project_weights(model, s, skip_weighted=True)
+    except (RuntimeError, ArgumentError) as error:
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(before[name])
+        if isinstance(error, ArgumentError):
+            raise
         raise ArgumentError("trained", f"must have the structure of the model: {error}") from None
-    project_weights(model, s, skip_weighted=True)
     return model

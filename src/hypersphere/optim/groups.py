@@ -111,6 +111,9 @@ def parameter_groups(
     parts = {"model": (model, lr)} | ({} if head is None else {"head": (head, head_lr)})
     for module, _ in parts.values():
         check_model(module)
+    for given in rules:
+        if not hasattr(given, "match"):
+            raise ArgumentError("rules", f"must hold rules (hypersphere.optim.Rule), got {given!r}")
     groups: list[dict[str, Any]] = []
     used: set[str] = set()
     seen: set[nn.Parameter] = set()

@@ -18,6 +18,7 @@ forward pass, so that parts of a model can be called alone and activations be re
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 from collections import Counter
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from hypersphere import neurons, selection
-from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
+from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_count, check_range
 from hypersphere.geometry import at_least_float32
 from hypersphere.neurons import Layout, is_linear, is_ordinary
 from hypersphere.orthogonal.maps import Map, create
@@ -348,7 +350,8 @@ def _book(model: nn.Module, name: str | None = None) -> _Book:
 
 def chosen_name(model: nn.Module, name: str | None) -> str:
     """The adapter that is meant; ``None`` means the active one."""
-    name = _book(model, name).active if name is None else name
+    book = _book(model, name)
+    name = book.active if name is None else name
     if name is None:
         raise ArgumentError("name", "must be given where no adapter is active")
     return name
@@ -460,16 +463,15 @@ def adapt(
     factors = (butterfly or 2) if method == "boft" else 1
     if blocks is None:
         block_size = (32 if method == "oft" else 4) if block_size is None else block_size
-    for argument, number in (("block_size", block_size), ("blocks", blocks), ("butterfly", factors)):
-        check_range(argument, 1 if number is None else number, 1)
-    if not name or "." in name or hasattr(Adapters, name) or name in vars(Adapters()):
-        raise ArgumentError("name", f"must be a word that is not a method of torch's modules, got {name!r}")
+    for argument, number in (("block_size", block_size), ("blocks", blocks), ("butterfly", factors), ("terms", terms)):
+        if number is not None:
+            check_count(argument, number, 0 if argument == "terms" else 1)
+    check_name(name)
     book: _Book = vars(model).get(_BOOK) or _Book({n for n, p in model.named_parameters() if p.requires_grad})
     if name in book.configs:
         raise ArgumentError("name", f"must not be taken, got {name!r}: drop it first")
     if book.merged is not None:
         raise ArgumentError("model", f"must not be merged, got one with {book.merged!r} in its weights")
-    kept = str(dtype).removeprefix("torch.") if dtype is not None else None
     config: dict[str, Any] = {
         "method": method,
         "block_size": block_size,
@@ -483,7 +485,7 @@ def adapt(
         "terms": terms,
         "input_centric": input_centric,
         "dropout": dropout,
-        "dtype": kept,
+        "dtype": _type_name(dtype),
         "bias": bias,
         "train": [train] if isinstance(train, str) else list(train),
     }
@@ -503,6 +505,21 @@ def adapt(
     book.extras[name] = {n: book.base.get(n, own[n].data).clone() for n in extras}
     use(model, name)
     return model
+
+
+def check_name(name: Any) -> None:
+    """Raise for what cannot be the name of an adapter."""
+    if not isinstance(name, str) or not name or "." in name or hasattr(Adapters, name) or name in vars(Adapters()):
+        raise ArgumentError("name", f"must be a word that is not a method of torch's modules, got {name!r}")
+
+
+def _type_name(dtype: Any) -> str | None:
+    """The name of a floating-point type, such as ``"float32"``."""
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    found = torch.float32 if name is None else getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArgumentError("dtype", f"must be a floating-point type of torch, or its name, got {dtype!r}")
+    return name
 
 
 # --------------------------------------------------------------------------------------------- which layers
@@ -550,6 +567,8 @@ def _wanted(found: Mapping[str, Layer], targets: Choice | None) -> tuple[set[str
     if callable(targets):
         wanted = {name for name, row in found.items() if targets(name, row.module)}
         return wanted, wanted
+    if not isinstance(targets, Iterable):
+        raise ArgumentError("targets", f"must be names, patterns or a function, got {targets!r}")
     patterns = [targets] if isinstance(targets, str) else list(targets)
     named = {name for pattern in patterns if pattern != "all-linear" for name in _hits(found, pattern)}
     linear = {name: row.role for name, row in found.items() if is_linear(row.module) and "all-linear" in patterns}
@@ -750,7 +769,7 @@ def drop(model: nn.Module, name: str) -> None:
         >>> model
         Linear(in_features=8, out_features=8, bias=True)
     """
-    book = _book(model, name)
+    book = _book(model, str(name))  # None is none of them
     if book.merged is not None:
         raise ArgumentError("model", f"must not be merged, got one with {book.merged!r} in its weights")
     if book.active == name:
@@ -944,8 +963,16 @@ def load_adapter(
         ['loaded']
     """
     selection.check_model(model)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ArgumentError("state", f"must hold tensors by name, got {type(state).__name__}")
+    if not isinstance(config, Mapping):
+        raise ArgumentError("config", f"must be a mapping of options, got {type(config).__name__}")
+    config = {**config, **options}
+    for option in config:
+        if option not in inspect.signature(adapt).parameters or option in ("model", "name"):
+            raise ArgumentError("config", f"must have options of hypersphere.orthogonal.adapt, got {option!r}")
     active = vars(model)[_BOOK].active if _BOOK in vars(model) else None
-    adapt(model, name=name, **{**config, **options})
+    adapt(model, name=name, **config)
     book = _book(model, name)
     own = _own_parameters(model)
     places: dict[str, Tensor] = {**_tensors(model, name), **{key: own[key] for key in book.extras[name]}}
@@ -992,6 +1019,9 @@ def load_adapter_file(model: M, path: str | PathLike[str], *, name: str = "defau
         >>> list(list_adapters(layer))
         ['mine']
     """
+    selection.check_model(model)
+    if not Path(path).is_file():
+        raise ArgumentError("path", f"must be a file of save_adapter(), got {path}, which is none")
     with safetensors("safetensors").safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
         if "hypersphere_adapter" not in metadata:

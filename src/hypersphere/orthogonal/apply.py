@@ -3,6 +3,7 @@ r"""Orthogonal training of any model: neurons stay as they are drawn, and one ro
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from hypersphere import neurons, selection
 from hypersphere.energy.minimise import refine as minimised
-from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_count, check_range, check_seed
 from hypersphere.geometry import at_least_float32, normalise
 from hypersphere.neurons import Layout
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
@@ -116,12 +117,9 @@ def apply(
         >>> [name for name, _ in model.named_parameters()]
         ['0.bias', '0.parametrizations.weight.0.free', '2.weight', '2.bias']
     """
-    if not isinstance(map, str) and options:
-        raise ArgumentError(next(iter(options)), "must not be given together with a map that is an object")
-    chosen_map = create(map, **options) if isinstance(map, str) else map
-    if not isinstance(chosen_map, Map):
-        shown = getattr(chosen_map, "__name__", type(chosen_map).__name__)
-        raise ArgumentError("map", f"must be the name of a map or a Map (hypersphere.orthogonal.create), got {shown}")
+    chosen_map = _map(map, options)
+    if seed is not None:
+        check_seed(seed)
     _check(start=start, sides=sides, sampling=sampling, blocks=blocks, gain=gain, sample=sample, init=init, mean=mean)
     rows = selection.select(
         model, types=types, include=include, exclude=exclude, skip=skip, output=output, obstacle=_obstacles(model)
@@ -157,6 +155,18 @@ def apply(
     return model
 
 
+def _map(map: Any, options: Mapping[str, Any]) -> Map:
+    """The map that is meant by a name and options, or by an object."""
+    if isinstance(map, str):
+        return create(map, **options)
+    if options:
+        raise ArgumentError(next(iter(options)), "must not be given together with a map that is an object")
+    if not isinstance(map, Map):
+        shown = getattr(map, "__name__", type(map).__name__)
+        raise ArgumentError("map", f"must be the name of a map or a Map (hypersphere.orthogonal.create), got {shown}")
+    return map
+
+
 def _check(
     start: str, sides: str, sampling: str, blocks: int, gain: float, sample: float | None, init: Any, mean: float
 ) -> None:
@@ -164,7 +174,7 @@ def _check(
     check_choice("start", start, ("identity", "normal"))
     check_choice("sides", sides, ("in", "both"))
     check_choice("sampling", sampling, tuple(SAMPLINGS))
-    check_range("blocks", blocks, 1)
+    check_count("blocks", blocks)
     check_range("gain", gain, 0, open_low=True)
     if sample is not None:
         check_range("sample", sample, 0, open_low=True)
@@ -271,6 +281,9 @@ def _prepared(
         vectors = (mean + _DEVIATIONS[init](n * len(vectors), d) * drawn).to(vectors.device)
     if refine:
         how = {"steps": refine} if isinstance(refine, int) else dict(refine)
+        unknown = [option for option in how if option not in inspect.signature(minimised).parameters]
+        if unknown:
+            raise ArgumentError("refine", f"must have options of hypersphere.energy.refine, got {unknown[0]!r}")
         with torch.enable_grad():
             vectors = torch.stack([minimised(rows, **how) for rows in vectors])
     if unit_norm:
@@ -484,15 +497,28 @@ def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> 
         model: The model.
         optimiser: Optimiser whose state of the rotations is to be set to zero.
 
+    Raises:
+        ArgumentError: For a model without rotations, and for what is no optimiser.
+
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
         >>> rebase(model)
     """
-    for layer in rotated(model):
+    layers = rotated(model)
+    if not layers:
+        raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
+    check_optimiser(optimiser)
+    for layer in layers:
         layer.parts.original.copy_(layer.value)
         for rotation in layer.parts:
             rotation.reset()
             forget_state(optimiser, rotation.free)
+
+
+def check_optimiser(optimiser: Any) -> None:
+    """Raise for what is neither an optimiser nor ``None``."""
+    if optimiser is not None and not isinstance(optimiser, torch.optim.Optimizer):
+        raise ArgumentError("optimiser", f"must be an optimiser of torch, got {type(optimiser).__name__}")
 
 
 def forget_state(optimiser: torch.optim.Optimizer | None, parameter: nn.Parameter) -> None:
@@ -669,6 +695,7 @@ def retract(model: nn.Module, bound: float = 1e-5) -> None:
         >>> retract(model)
     """
     selection.check_model(model)
+    check_range("bound", bound, 0, infinite=True)
     found: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
     for rotation in found:
         if rotation.map.retracts:

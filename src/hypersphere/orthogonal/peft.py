@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hypersphere import selection
 from hypersphere.errors import ArgumentError
 from hypersphere.orthogonal.adapters import (
     adapted_layers,
@@ -82,6 +83,7 @@ def from_peft(
         >>> from_peft(model, tensors, config)[0].adapters.default.free.tolist()
         [[-0.5], [-0.0]]
     """
+    selection.check_model(model)
     if isinstance(source, Mapping):
         state = source
         if config is None:

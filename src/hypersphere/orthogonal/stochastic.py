@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hypersphere.errors import ArgumentError, check_range
-from hypersphere.orthogonal.apply import SAMPLINGS, apply, forget_state, rotated, source
+from hypersphere.errors import ArgumentError, check_count, check_seed
+from hypersphere.orthogonal.apply import SAMPLINGS, apply, check_optimiser, forget_state, rotated, source
 from hypersphere.orthogonal.rotation import Rotation
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,7 +48,9 @@ class Resampling:
     def __init__(
         self, model: nn.Module, every: int, optimiser: torch.optim.Optimizer | None = None, seed: int = 0
     ) -> None:
-        check_range("every", every, 1)
+        check_count("every", every)
+        check_seed(seed)
+        check_optimiser(optimiser)
         self.every, self.optimiser, self.seed = every, optimiser, seed
         self.layers = [layer for layer in rotated(model) if any(rotation.sampling for rotation in layer.parts)]
         if not self.layers:
@@ -70,6 +72,8 @@ class Resampling:
 
     def __call__(self, step: int | None = None) -> None:
         """Count one step (or set the number of steps taken) and draw where it is the turn."""
+        if step is not None:
+            check_count("step", step, 0)
         self.steps = self.steps + 1 if step is None else step
         if self.steps and self.steps % self.every == 0:
             self.draw(self.steps // self.every)
@@ -77,6 +81,7 @@ class Resampling:
     @torch.no_grad()
     def draw(self, number: int) -> None:
         """Begin the round with this number."""
+        check_count("number", number, 0)
         for layer in self.layers:
             layer.parts.original.copy_(layer.value)
         for name, rotation in self._rotated():

@@ -226,6 +226,8 @@ class Gallery:
         return result[0] if features.dim() == 1 else result
 
     def _rows(self, features: Tensor) -> Tensor:
+        if not isinstance(features, Tensor):
+            raise ArgumentError("features", f"must be a tensor, got {type(features).__name__}")
         rows = features.detach().unsqueeze(0) if features.dim() == 1 else features.detach()
         if rows.dim() != 2 or not rows.is_floating_point() or not rows.shape[1]:
             raise ArgumentError(
