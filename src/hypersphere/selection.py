@@ -542,6 +542,29 @@ def forget(model: nn.Module, by: str) -> None:
             object.__setattr__(module, _NOTES, rest)
 
 
+def kept(model: nn.Module) -> dict[nn.Module, Any]:
+    """What :func:`note` has kept of all layers, for :func:`restore`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        >>> before = kept(model)
+        >>> note(select(model, skip="first"), "me")
+        >>> restore(before)
+        >>> noted(model, "me")[0].reason
+        ''
+    """
+    return {module: vars(module).get(_NOTES) for module in model.modules()}
+
+
+def restore(before: Mapping[nn.Module, Any]) -> None:
+    """Put back what :func:`kept` has found."""
+    for module, held in before.items():
+        if held is None:
+            vars(module).pop(_NOTES, None)
+        else:
+            object.__setattr__(module, _NOTES, held)
+
+
 def table(columns: Mapping[str, str], rows: Iterable[tuple[str, str, Sequence[str], str]]) -> str:
     """The table that all reports print: name and role of each layer, what the report tells of it, and why it was left.
 

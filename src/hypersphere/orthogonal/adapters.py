@@ -971,7 +971,7 @@ def load_adapter(
     for option in config:
         if option not in inspect.signature(adapt).parameters or option in ("model", "name"):
             raise ArgumentError("config", f"must have options of hypersphere.orthogonal.adapt, got {option!r}")
-    active = vars(model)[_BOOK].active if _BOOK in vars(model) else None
+    active, notes = vars(model)[_BOOK].active if _BOOK in vars(model) else None, selection.kept(model)
     adapt(model, name=name, **config)
     book = _book(model, name)
     own = _own_parameters(model)
@@ -982,6 +982,7 @@ def load_adapter(
         drop(model, name)
         if _BOOK in vars(model):
             use(model, active)
+        selection.restore(notes)
         shown = ", ".join([*wrong[:_SHOWN], *(["..."] if len(wrong) > _SHOWN else [])])
         raise ArgumentError("state", f"must have the tensors of the adapter in their shapes, got others: {shown}")
     for key, place in places.items():
