@@ -36,6 +36,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def in_float64(x: Tensor) -> Tensor:
+    """``x`` in float64, for what is small and loses digits; as it is on a device that has no such numbers.
+
+    Example:
+        >>> in_float64(torch.ones(2)).dtype
+        torch.float64
+    """
+    return x if x.device.type == "mps" else x.double()
+
+
 def full_precision(x: Tensor) -> torch.autocast:
     """Context in which autocast is off for the device of ``x``: products inside keep their operands' type."""
     return torch.autocast(x.device.type if x.device.type != "meta" else "cpu", enabled=False)

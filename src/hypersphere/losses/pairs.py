@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import check_choice
-from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, norm
+from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, in_float64, norm
 
 
 def contrastive(x: Tensor, y: Tensor, same: Tensor, margin: float = 1.0) -> Tensor:
@@ -32,6 +32,25 @@ def contrastive(x: Tensor, y: Tensor, same: Tensor, margin: float = 1.0) -> Tens
     """
     distance = norm(at_least_float32(x) - at_least_float32(y))
     return torch.where(same, distance.square(), (margin - distance).relu().square()) / 2
+
+
+def squared_distances(x: Tensor) -> Tensor:
+    r"""Squared distances of all pairs of rows: ``(B, D) -> (B, B)``, in the type of ``x``.
+
+    They are made of products: a difference of all pairs would be ``(B, B, D)``. What cancels in them is taken in
+    float64 and from the mean of the rows on, so that near pairs of long vectors keep their digits, in value and
+    gradient.
+
+    Example:
+        >>> squared_distances(torch.tensor([[1000.0, 0.0], [1000.0, 0.5]]))
+        tensor([[0.0000, 0.2500],
+                [0.2500, 0.0000]])
+    """
+    wide = in_float64(x)
+    wide = wide - wide.detach().mean(0)
+    squares = wide.square().sum(1)
+    squared = squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * wide @ wide.mT
+    return squared.clamp(min=0).to(x.dtype)
 
 
 def triplet(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 0.2) -> Tensor:

@@ -56,9 +56,14 @@ class Schedule(nn.Module):
         """Count one training step and return the count."""
         return _count_step(self.steps)
 
-    def value(self, steps: Tensor | None = None) -> Tensor:
-        """The number after ``steps`` steps (those counted so far by default), a scalar on the buffer's device."""
-        return self._at((self.steps if steps is None else steps).float())
+    def value(self, steps: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The number after ``steps`` steps (those counted so far by default), a scalar on the buffer's device.
+
+        Args:
+            steps: Count of steps.
+            dtype: Type of the number, in which it is computed.
+        """
+        return self._at((self.steps if steps is None else steps).to(dtype))
 
     def _at(self, steps: Tensor) -> Tensor:
         raise NotImplementedError
@@ -150,7 +155,8 @@ class Ramp(Schedule):
     marks: Tensor
 
     def _at(self, steps: Tensor) -> Tensor:
-        share = (steps >= self.marks).float().mean() if self.milestones else (steps / self.marks[0]).clamp(max=1)
+        passed = steps >= self.marks
+        share = passed.to(steps.dtype).mean() if self.milestones else (steps / self.marks[0]).clamp(max=1)
         return self.start + (self.end - self.start) * share
 
     def bounds(self) -> tuple[float, float]:

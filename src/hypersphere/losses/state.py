@@ -152,7 +152,7 @@ class HeadState(nn.Module):
         size, per_class = getattr(self, name), getattr(self, f"{name}_by_class")
         if per_class is not None:
             return per_class.unsqueeze(0) if batch.soft else per_class[batch.labels]
-        return size.value(batch.step(name)) if isinstance(size, Schedule) else size
+        return size.value(batch.step(name), batch.norms.dtype) if isinstance(size, Schedule) else size
 
     # -------------------------------------------------------------------------------------------- schedules
 
@@ -175,7 +175,7 @@ class HeadState(nn.Module):
         """Weight of the plain function against the margin; ``None`` where nothing is annealed."""
         if self.annealer is None:
             return None
-        return self.annealer.value(None if steps is None else steps.get("annealer")).to(dtype)
+        return self.annealer.value(None if steps is None else steps.get("annealer"), dtype)
 
     # -------------------------------------------------------------------------------------------- weights
 

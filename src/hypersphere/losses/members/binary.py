@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hypersphere import margins
 from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.geometry import at_least_float32
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.negatives import Binary, HingeNegatives, bend
 from hypersphere.losses.registry import losses
@@ -96,7 +97,7 @@ class SphereFace2(MarginSoftmax):
     def offset(self) -> Tensor | None:
         """The bias that all classes share."""
         assert self.s is not None
-        return self.common_bias / self.s
+        return at_least_float32(self.common_bias) / self.s
 
     def plain_value(self, cosines: Tensor) -> Tensor:
         """The similarity adjustment g."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.geometry import at_least_float32, full_precision, normalise
+from hypersphere.geometry import at_least_float32, full_precision, normalise, safe_sqrt
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import Softmax
-from hypersphere.losses.pairs import move_centres
+from hypersphere.losses.pairs import move_centres, squared_distances
 from hypersphere.losses.registry import losses
 from hypersphere.losses.state import Kept
 
@@ -54,15 +54,12 @@ class Contrastive(Softmax):
 
     def penalty(self, batch: Batch) -> Tensor | float:
         """The mean loss of the batch's pairs."""
-        x, norms, labels, valid = batch.features, batch.norms, batch.labels, batch.valid
+        labels, valid = batch.labels, batch.valid
         counted = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
         pairs = (counted.unsqueeze(0) & counted.unsqueeze(1)).triu(1)
         same = labels.unsqueeze(0) == labels.unsqueeze(1)
-        # Distances from products: a (B, B, D) difference would be large.
-        squared = norms.square().unsqueeze(0) + norms.square().unsqueeze(1) - 2 * x @ x.mT
-        squared = squared.clamp(min=0)
-        distance = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
-        loss = torch.where(same, squared, (distance_of(self) - distance).relu().square()) / 2
+        squared = squared_distances(batch.features)
+        loss = torch.where(same, squared, (distance_of(self) - safe_sqrt(squared)).relu().square()) / 2
         return self.pair_weight * torch.where(pairs, loss, 0.0).sum() / pairs.sum().clamp(min=1)
 
     def details(self) -> dict[str, Any]:
