@@ -60,13 +60,11 @@ def test_schedules_have_the_digits_of_their_head():
     """A third of the way of a ramp and of an annealer: in a head in float64, to its precision."""
     x, y = draw(4, 8), torch.tensor([0, 1, 2, 3])
     found = []
-    for options in (
-        {"m": hs.losses.Ramp(0.0, 1.0, length=3), "annealer": hs.losses.LambdaAnnealer(7.0, 0.3, minimum=0.0)},
-        {"m": 1 / 3, "annealer": hs.losses.LambdaAnnealer(7.0 / 1.3, 0.0, minimum=0.0)},
-        {
-            "m": hs.losses.Ramp(0.0, 1.0, milestones=(1, 5, 6)),
-            "annealer": hs.losses.LambdaAnnealer(7.0, 0.3, minimum=0),
-        },
+    for size, start, gamma in (
+        (hs.losses.Ramp(0.0, 1.0, length=3), 7.0, 0.3),
+        (hs.losses.Ramp(0.0, 1.0, milestones=(1, 5, 6)), 7.0, 0.3),
+        (1 / 3, 7.0 / 1.3, 0.0),
     ):
-        found.append(float(build("cosface", 8, 5, s=4.0, **options).double()(x, y).detach()))
-    assert found[0] == pytest.approx(found[1], rel=1e-13) and found[2] == pytest.approx(found[1], rel=1e-13)
+        annealer = hs.losses.LambdaAnnealer(start, gamma, minimum=0.0)
+        found.append(float(build("cosface", 8, 5, s=4.0, m=size, annealer=annealer).double()(x, y).detach()))
+    assert found[:2] == pytest.approx([found[2]] * 2, rel=1e-13)
