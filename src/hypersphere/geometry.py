@@ -428,9 +428,9 @@ def window_sums(
             stride = 1
         maps = F.pad(maps, (*inner, left, right))
         if transformed():  # torch.vmap has no rule for the derivative of unfold
-            reach = maps.shape[axis] - extent
-            maps = sum((maps.narrow(axis, tap * spacing, reach) for tap in range(1, size)), maps.narrow(axis, 0, reach))
-            maps = maps[(..., slice(None, None, stride), *(slice(None),) * (maps.dim() - 1 - axis))]
+            places = torch.arange(0, maps.shape[axis] - extent, stride, device=maps.device)
+            taps = [maps.index_select(axis, places + tap * spacing) for tap in range(size)]
+            maps = torch.stack(taps).sum(0)
         else:
             maps = maps.unfold(axis, extent + 1, stride)[..., ::spacing].sum(-1)
     return maps

@@ -536,6 +536,53 @@ def test_gradients_of_single_samples(name, g, weighting):
             agree(found[key][i], grad)
 
 
+@by_spread
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "convtranspose1d"])
+def test_transforms_of_torch_func(kind, name, g, weighting):
+    """Hessian-vector products in each way, Hessians and per-sample gradients against autograd over the formula."""
+    sizes = {"linear": (4, 3), "conv2d": (2, 3, 2), "convtranspose1d": (2, 3, 2)}[kind]
+    shape = {"linear": (2, 4), "conv2d": (2, 2, 3, 3), "convtranspose1d": (2, 2, 3)}[kind]
+    layer = build(kind, *sizes, name=name, g=g, weighting=weighting).eval()
+    formula = {"linear": ref.fully_connected, "conv2d": ref.convolution}.get(kind, ref.transposed)
+    x, w, v, u = draw(*shape), layer.weight.detach(), draw(*shape) - 0.5, draw(*layer.weight.shape) + 0.2
+    rho = 1.0 if layer.radius is None else layer.radius.detach()
+
+    def by_formula(x, w):
+        return formula(x, w, name, g, weighting=weighting, rho=rho, mean=None).sin().sum()
+
+    def own(x, w):
+        return torch.func.functional_call(layer, {"weight": w}, (x,)).sin().sum()
+
+    wanted = torch.autograd.functional.vhp(by_formula, (x, w), (v, u))[1]
+    gradient = torch.func.grad(own, (0, 1))
+    for found in (
+        torch.autograd.functional.vhp(own, (x, w), (v, u))[1],
+        torch.func.jvp(gradient, (x, w), (v, u))[1],
+        torch.func.vjp(gradient, x, w)[1]((v, u)),
+    ):
+        agree(found[0], wanted[0])
+        agree(found[1], wanted[1])
+    agree(torch.func.hessian(own)(x, w), torch.autograd.functional.hessian(lambda x: by_formula(x, w), x))
+    singly = torch.func.vmap(torch.func.grad(lambda x, w: own(x[None], w), 1), (0, None))(x, w)
+    for one, sample in zip(singly, x, strict=True):
+        agree(one, torch.autograd.functional.vjp(by_formula, (sample[None], w))[1][1])
+
+
+def test_transforms_of_a_layer_in_training_say_what_to_do():
+    layer = build("linear", 4, 3, name="tanh")
+    parameters, x = {name: p.detach() for name, p in layer.named_parameters()}, draw(5, 4)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x[None],)).square().sum()
+
+    by_sample = torch.vmap(torch.func.grad(loss), (None, 0))
+    with pytest.raises(HypersphereError, match=r"call eval\(\) before, .* or use mean_norm=False"):
+        by_sample(parameters, x)
+    assert not layer.patch_norm_seen
+    layer.eval()
+    assert by_sample(parameters, x)["weight"].shape == (5, 3, 4)
+
+
 # Digits next to 0 and pi.
 
 

@@ -21,7 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from hypersphere.angular import Cosine, Sigmoid
-from hypersphere.errors import ArgumentError, check_range
+from hypersphere.errors import ArgumentError, HypersphereError, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 from hypersphere.nn import fused
 from hypersphere.nn import operators as operators_module
@@ -312,8 +312,17 @@ class Decoupled(nn.Module):
         batch_mean = batch_mean.to(self.patch_norm_mean.dtype)
         moved = self.patch_norm_mean.lerp(batch_mean, 1 - op.mean_decay)
         first = batch_mean if op.mean_init == "first" else batch_mean * (1 - op.mean_decay)
-        self.patch_norm_mean.copy_(torch.where(self.patch_norm_seen.bool(), moved, first))
-        self.patch_norm_seen.fill_(1)
+        now = torch.where(self.patch_norm_seen.bool(), moved, first)
+        try:
+            self.patch_norm_mean.copy_(now)
+            self.patch_norm_seen.fill_(1)
+        except RuntimeError as error:  # transforms of torch.func forbid to change what they do not know of
+            if not torch._C._are_functorch_transforms_active():
+                raise
+            raise HypersphereError(
+                "a layer in training mode moves its average of patch norms, which transforms of torch.func do not "
+                "allow: call eval() before, which takes the average as it is, or use mean_norm=False"
+            ) from error
 
 
 class _Conv(Decoupled):

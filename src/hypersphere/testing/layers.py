@@ -94,6 +94,23 @@ def has_its_gradients(name: str) -> None:
 
 
 @CONTRACT.check
+def can_be_transformed(name: str) -> None:
+    """In evaluation, ``torch.func`` finds first and second derivatives, of all samples and of each."""
+    for layer in members(name):
+        layer = layer.double()
+        layer(given(name))
+        layer.eval()
+        names = [n for n, p in layer.named_parameters() if p.requires_grad]
+
+        def response(x: Tensor, *values: Tensor, layer: nn.Module = layer, names: list[str] = names) -> Tensor:
+            found: Tensor = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+            return found
+
+        values = [layer.get_parameter(n).detach() for n in names]
+        numeric.transforms(response, given(name, batch=2)[..., :4, :4], *values, what=f"{layer}")
+
+
+@CONTRACT.check
 def samples_count_by_themselves_in_evaluation(name: str) -> None:
     """In evaluation the response to a sample does not depend on the others of its batch, nor change anything."""
     for layer in members(name):

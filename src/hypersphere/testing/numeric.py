@@ -98,6 +98,54 @@ def gradient(function: Callable[..., Tensor], *leaves: Tensor, what: str = "the 
                 close(found, wanted, 1e-4, f"{what} by argument {index}")
 
 
+def transforms(function: Callable[..., Tensor], *leaves: Tensor, what: str = "it", tolerance: float = 1e-7) -> None:
+    """Raise unless ``torch.func`` differentiates once, twice and sample by sample as plain autograd does.
+
+    The second derivatives of both are compared with differences of the first. All tensors are in float64; the function
+    may return any shape.
+
+    Example:
+        >>> transforms(lambda x, w: (x * w).sin(), draw(3), draw(3, seed=1))
+    """
+    func, places = torch.func, tuple(range(len(leaves)))
+    along = tuple(draw(*leaf.shape, seed=200 + index) for index, leaf in enumerate(leaves))
+    weights = draw(*function(*leaves).shape, seed=300)
+
+    def total(*values: Tensor) -> Tensor:
+        return (function(*values) * weights).sum()
+
+    def gradients(*values: Tensor, graph: bool = False) -> list[Tensor]:
+        own = [value.detach().clone().requires_grad_() for value in values]
+        grads = torch.autograd.grad(total(*own), own, create_graph=graph, materialize_grads=True)
+        if not graph:
+            return list(grads)
+        slope = torch.stack([(g * a).sum() for g, a in zip(grads, along, strict=True)]).sum()
+        if not slope.requires_grad:
+            return [torch.zeros_like(value) for value in values]
+        return list(torch.autograd.grad(slope, own, materialize_grads=True))
+
+    def agree(found: Iterable[Tensor], wanted: Iterable[Tensor], how: str, within: float = tolerance) -> None:
+        for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            close(one, other, within, f"{what}: {how} by argument {index}")
+
+    step = 1e-5
+    first, twice = gradients(*leaves), gradients(*leaves, graph=True)
+    ahead, behind = (gradients(*(v + s * a for v, a in zip(leaves, along, strict=True))) for s in (step, -step))
+    agree(twice, [(b - a) / (2 * step) for a, b in zip(behind, ahead, strict=True)], "the second derivative", 1e-4)
+    by_func = func.grad(total, places)
+    agree(by_func(*leaves), first, "torch.func.grad")
+    slope = torch.stack([(g * a).sum() for g, a in zip(first, along, strict=True)]).sum()
+    agree([func.jvp(total, leaves, along)[1]], [slope], "torch.func.jvp")
+    agree(func.jvp(by_func, leaves, along)[1], twice, "torch.func.jvp of grad")
+    agree(func.vjp(by_func, *leaves)[1](along), twice, "torch.func.vjp of grad")
+    rows = func.hessian(total, places)(*leaves)
+    products = [sum(torch.tensordot(h, a, a.dim()) for h, a in zip(row, along, strict=True)) for row in rows]
+    agree(products, twice, "torch.func.hessian")
+    samples = [torch.stack([v, v + 0.1 * a, v - 0.2 * a]) for v, a in zip(leaves, along, strict=True)]
+    each = zip(*(gradients(*values) for values in zip(*samples, strict=True)), strict=True)
+    agree(torch.vmap(by_func)(*samples), map(torch.stack, each), "torch.vmap of grad")
+
+
 class Host(TorchFunctionMode):
     """Refuses what would make a GPU wait in a step: numbers read off tensors, tensors made of numbers of the host.
 

@@ -8,6 +8,8 @@ radius, 1 for piecewise linear ones) and ``variants`` (options to try beside the
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from hypersphere.nn.operators import Operator, operator, operators
 from hypersphere.testing import common, numeric
@@ -124,6 +126,30 @@ def has_its_gradients(name: str) -> None:
             numeric.gradient(lambda a, b: op(a, b), w, x, what=f"gradient of {op}")
             if op.has_radius:
                 numeric.gradient(lambda r: op(w, x, radius=r), RADIUS, what=f"gradient of {op} by its radius")
+
+
+@CONTRACT.check
+def can_be_transformed(name: str) -> None:
+    """``torch.func`` finds first and second derivatives, on vectors and in layers, of all samples and of each."""
+    from hypersphere.nn import DecoupledConv2d, DecoupledLinear
+
+    w, x, image = numeric.draw(3, 1, 4, seed=3), numeric.draw(1, 2, 4, seed=4), numeric.draw(2, 2, 3, 3, seed=5)
+    for weighting in WEIGHTINGS:
+        for op in members(name, weighting=weighting, angular="sqcos"):
+            numeric.transforms(lambda a, b: op(a, b), w, x, what=f"{op}")
+    for weighting in ("none", "joint"):
+        op = members(name, weighting=weighting, angular="linear")[0]
+        for layer, sample in (
+            (DecoupledLinear(4, 3, operator=op), x[0]),
+            (DecoupledConv2d(2, 3, 2, operator=op), image),
+        ):
+            layer = layer.double().eval()
+
+            def response(a: Tensor, b: Tensor, layer: Module = layer) -> Tensor:
+                found: Tensor = torch.func.functional_call(layer, {"weight": b}, (a,))
+                return found
+
+            numeric.transforms(response, sample, layer.weight.detach(), what=f"{layer}")
 
 
 @CONTRACT.check
