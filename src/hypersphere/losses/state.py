@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hypersphere.errors import ArgumentError, check_count
 from hypersphere.geometry import at_least_float32, norm, normalise, spherical_mean
 from hypersphere.losses.batch import Batch, Steps, check_features, check_labels, check_values
+from hypersphere.losses.pairs import move_centres
+from hypersphere.losses.processes import own_share, whole_batch
 from hypersphere.losses.registry import losses
 from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
@@ -49,6 +51,10 @@ class HeadState(nn.Module):
     """The margin; ``None`` where it is one for each class."""
     m_by_class: Tensor | None
     class_weights: Tensor | None
+    sync_statistics: bool = True
+    """Whether what a training step learns of its batch (running means and centres) is that of the batches of all
+    processes of ``torch.distributed``, as where the head is replicated; ``False`` where each has a head of its own, or
+    calls it alone."""
     narrow_buffers: ClassVar[tuple[str, ...]] = ()
     """Buffers that follow the head into 16 bit; others (margins, running statistics) would lose digits they need."""
 
@@ -377,6 +383,12 @@ class HeadState(nn.Module):
             if values is not None:
                 setattr(self, name, torch.cat([values, values.mean().expand(classes)]))
         return self
+
+    def moved(self, centres: Tensor, features: Tensor, labels: Tensor, valid: Tensor, rate: float) -> Tensor:
+        """Move running centres towards a batch; the centre of each of its samples before that, ``(B, D)``."""
+        batch = (features.detach().to(centres.dtype), labels, valid)
+        before = move_centres(centres, *(whole_batch(part, self.sync_statistics) for part in batch), rate)
+        return own_share(before, len(features), self.sync_statistics)
 
     def sample(self, labels: Tensor, draws: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Classes of one sampled step in increasing order: the batch's own and random others.

@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from hypersphere import neurons, selection
+from hypersphere.energy.minimise import minimise
 from hypersphere.energy.minimise import refine as minimised
 from hypersphere.errors import ArgumentError, check_choice, check_count, check_range, check_seed
 from hypersphere.geometry import at_least_float32, normalise
@@ -281,7 +282,7 @@ def _prepared(
         vectors = (mean + _DEVIATIONS[init](n * len(vectors), d) * drawn).to(vectors.device)
     if refine:
         how = {"steps": refine} if isinstance(refine, int) else dict(refine)
-        unknown = [option for option in how if option not in inspect.signature(minimised).parameters]
+        unknown = [option for option in how if option not in inspect.signature(minimise).parameters]
         if unknown:
             raise ArgumentError("refine", f"must have options of hypersphere.energy.refine, got {unknown[0]!r}")
         with torch.enable_grad():

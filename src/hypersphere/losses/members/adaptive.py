@@ -14,6 +14,7 @@ from hypersphere import margins
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.head import MarginSoftmax
+from hypersphere.losses.processes import whole_sums
 from hypersphere.losses.registry import losses
 from hypersphere.losses.schedules import moving_average
 from hypersphere.losses.state import MarginSize
@@ -70,11 +71,12 @@ class AdaFace(MarginSoftmax):
         norms = batch.norms
         safe = norms.detach().clamp(1e-3, 100)
         mean, std = self.norm_mean, self.norm_std
-        if batch.steps is not None and norms.numel():
+        if batch.steps is not None:
             share = torch.ones_like(safe) if batch.valid is None else batch.valid.to(safe.dtype)
-            count = share.sum()
-            batch_mean = (share * safe).sum() / count
-            variance = (share * (safe - batch_mean).square()).sum() / (count - 1)
+            count, total = whole_sums(share.sum(), (share * safe).sum(), sync=self.sync_statistics)
+            batch_mean = total / count
+            (squares,) = whole_sums((share * (safe - batch_mean).square()).sum(), sync=self.sync_statistics)
+            variance = squares / (count - 1)
             mean = moving_average(self.norm_mean, batch_mean, self.rate)
             std = moving_average(self.norm_std, variance.sqrt(), self.rate)
         quality = (self.h * (safe - mean) / (std + 1e-3)).clamp(-1, 1).to(norms.dtype)
@@ -203,11 +205,12 @@ class CurricularFace(MarginSoftmax):
         """The threshold of each sample, and T, which a training step moves."""
         target = self.target_cosines(batch) if target is None else target.detach()
         progress = self.progress
-        if batch.steps is not None and target.numel():
+        if batch.steps is not None:
             share = torch.ones_like(target) if batch.valid is None else batch.valid.to(target.dtype)
             if batch.soft:
                 share = batch.labels
-            progress = moving_average(self.progress, (share * target).sum() / share.sum(), self.rate)
+            total, count = whole_sums((share * target).sum(), share.sum(), sync=self.sync_statistics)
+            progress = moving_average(self.progress, total / count, self.rate)
         threshold, _ = super().rule_parameters(batch, sizes, target)
         return threshold, progress.to(target.dtype)
 

@@ -13,7 +13,7 @@ from hypersphere.geometry import at_least_float32, full_precision, normalise, sa
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import Softmax
-from hypersphere.losses.pairs import move_centres, squared_distances
+from hypersphere.losses.pairs import squared_distances
 from hypersphere.losses.registry import losses
 from hypersphere.losses.state import Kept
 
@@ -118,8 +118,7 @@ class CenterLoss(Softmax):
         """Half the weighted square of the distance to the running centre, which a training step moves."""
         x, labels, valid = batch.features, batch.labels, batch.valid
         if self.training and valid is not None:
-            data = x.detach().to(self.class_centres.dtype)
-            own = move_centres(self.class_centres, data, labels, valid, self.centre_rate)
+            own = self.moved(self.class_centres, x, labels, valid, self.centre_rate)
         else:
             own = self.class_centres[labels]
         return self.centre_weight / 2 * (x - own.to(x.dtype)).square().sum(1)
@@ -189,8 +188,7 @@ class TripletLoss(MarginSoftmax):
             valid = labels != self.spec.ignore_index
             safe = torch.where(valid, labels, 0)
             if self.training:
-                data = units.detach().to(self.weight.dtype)
-                move_centres(self.weight, data, safe, valid, self.centre_rate)
+                self.moved(self.weight, units, safe, valid, self.centre_rate)
             both = valid.unsqueeze(0) & valid.unsqueeze(1)
             same = (safe.unsqueeze(0) == safe.unsqueeze(1)) & both
             positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
