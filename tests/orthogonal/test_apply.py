@@ -19,7 +19,7 @@ import hypersphere as hs
 from hypersphere.errors import ArgumentError
 from hypersphere.models import models
 from hypersphere.orthogonal.apply import SAMPLINGS
-from hypersphere.orthogonal.rotation import Layout, Rotation
+from hypersphere.orthogonal.rotation import Layout, Rotation, invariants
 
 MAPS = [name for name in hs.orthogonal.maps if hs.orthogonal.create(name).exact]
 
@@ -760,6 +760,93 @@ def test_report_prints_a_table():
     ]
     assert text.splitlines()[3].split(maxsplit=9)[-1] == 'the output (skip="output")'
     assert text.endswith("2 rotations, 43 unconstrained parameters")
+
+
+def changed(before, layer):
+    """Largest change of the Gram matrix of a layer, relative to its largest entry, in float64."""
+    old, new = (W.detach().flatten(1).double() @ W.detach().flatten(1).double().T for W in (before, layer.weight))
+    return float((new - old).abs().max() / old.abs().max())
+
+
+def trained(model, steps, every=None, rate=0.3):
+    """A model after steps that rotate a lot, with draws of other coordinates in between."""
+    optimiser = torch.optim.SGD(hs.parameter_groups(model, lr=rate))
+    resampling = None if every is None else hs.orthogonal.Resampling(model, every, optimiser)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        x = torch.randn(8, model[0].weight.shape[1], generator=generator)
+        model(x.to(model[0].weight.dtype)).float().square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        if resampling is not None:
+            resampling()
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"learn_neurons": True}, {"map": "unconstrained"}, {"sample": 0.5}])
+def test_a_report_compares_with_the_first_neurons(options, tmp_path):
+    model = hs.orthogonal.apply(mlp(6, 300, 6, 3), seed=0, **options)
+    first = model[2].weight.detach().clone()
+    trained(model, 5, 2 if "sample" in options else None)
+    moved = changed(first, model[2])
+    assert (moved > 1e-3) == bool(options.keys() & {"learn_neurons", "map"})
+
+    def shown(model):
+        row = next(row for row in hs.orthogonal.check(model).rows if row.name == "2")
+        assert row.gram == pytest.approx(moved, rel=1e-3, abs=1e-6)
+
+    shown(model)
+    hs.orthogonal.rebase(model)
+    shown(model)
+    state = model.state_dict()
+    assert {"0.parametrizations.weight.0.gram", "2.parametrizations.weight.0.gram"} < state.keys()
+    assert state["0.parametrizations.weight.0.gram"].shape == (1, 256, 256)  # of 300 neurons
+    again = hs.orthogonal.apply(mlp(6, 300, 6, 3, seed=1), seed=0, **options)
+    again.load_state_dict(state)
+    shown(again)
+    shown(copy.deepcopy(again))
+
+
+def test_sums_over_singular_values_stand_for_those_of_large_weights():
+    V = torch.randn(2, 5, 1100, dtype=torch.float64)
+    wide = torch.randn(1, 1100, 1030)
+    sigma = torch.linalg.svdvals(wide.double())
+    expected = torch.stack([sigma.pow(order).sum().pow(1 / order) for order in (2, 4, 8)])
+    torch.testing.assert_close(invariants(wide, both=True), expected.float().unsqueeze(0))
+    torch.testing.assert_close(invariants(V, both=True), torch.linalg.svdvals(V))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_draws_do_not_round_the_neurons_of_a_half_precision_model(dtype):
+    model = mlp(32, 32, 32, 4).to(dtype)
+    first = model[2].weight.detach().clone()
+    hs.orthogonal.apply(model, sample=0.25, seed=0)
+    trained(model, 120, every=2, rate=0.1)
+    rotation = model[2].parametrizations.weight[0]
+    assert rotation.master.dtype == torch.float32
+    assert changed(first, model[2]) < torch.finfo(dtype).eps  # that of one rounding
+    old, new = (W.double() @ W.double().T for W in (first, rotation.master))
+    assert (new - old).abs().max() / old.abs().max() < 1e-5
+    assert hs.orthogonal.check(model).gram == pytest.approx(max(changed(first, model[2]), 1e-6), rel=3)
+    assert torch.equal(hs.orthogonal.merge(copy.deepcopy(model))[2].weight, model[2].weight)
+    model[2].weight = first  # the neurons are others now
+    torch.testing.assert_close(model[2].weight, first, rtol=1e-2, atol=1e-3)
+
+
+def test_states_of_before_the_first_neurons_were_kept_still_load():
+    model = trained(hs.orthogonal.apply(mlp(6, 6, 4).bfloat16(), learn_neurons=False), 3)
+    state = model.state_dict()
+    older = {key: value for key, value in state.items() if not key.endswith((".gram", ".master"))}
+    assert len(older) < len(state)
+    again = hs.orthogonal.apply(mlp(6, 6, 4, seed=1).bfloat16())
+    again.load_state_dict(older)
+    assert torch.equal(again[0].parametrizations.weight[0].master, older["0.parametrizations.weight.original"].float())
+    assert hs.orthogonal.check(again).gram < 0.02
+    wide = hs.orthogonal.apply(mlp(6, 6, 4, seed=1))  # which needs no master
+    wide.load_state_dict(state)
+    torch.testing.assert_close(wide[0].weight, model[0].weight.float(), rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match=r"Missing key.*\s.*free"):
+        again.load_state_dict({key: value for key, value in state.items() if not key.endswith("0.free")})
 
 
 @pytest.mark.parametrize("options", [{"map": "householder", "form": "product"}, {"map": "loewdin"}, {"sides": "both"}])

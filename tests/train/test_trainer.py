@@ -432,6 +432,10 @@ def test_damaged_checkpoints_are_named(tmp_path):
     assert target["a"].tolist() == [1, 1]
     with pytest.raises(RunError, match=r"has no tensor 'b'"):
         load_checkpoint(folder, {"b": torch.zeros(2)})
+    later = {"a": torch.zeros(2), "b.gram": torch.zeros(1)}  # that no checkpoint had before
+    load_checkpoint(folder, later)
+    assert later["a"].tolist() == [1, 1]
+    assert later["b.gram"].tolist() == [0]
     with pytest.raises(RunError, match=r"'a' has the shape \(2,\), this run needs \(3,\)"):
         load_checkpoint(folder, {"a": torch.zeros(3)})
     (folder / "state.safetensors").write_bytes(b"not a checkpoint")

@@ -25,7 +25,7 @@ from hypersphere.neurons import Layout
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
 from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create, orthogonality_error
-from hypersphere.orthogonal.rotation import BatchedRotations, Rotation, rotations
+from hypersphere.orthogonal.rotation import BatchedRotations, Rotation, fill, invariants, rotations
 from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
@@ -147,9 +147,11 @@ def apply(
             layer.value.copy_(weight)
         if not learn_neurons:
             freeze(layer)
+        _remember(parts, weight, learned=learn_neurons)
         for rotation in parts:
             rotation.train(layer.module.training)
             parametrize.register_parametrization(layer.module, layer.weight, rotation, unsafe=True)
+        layer.parts.register_load_state_dict_post_hook(fill)
         if chosen_map.orthogonal and sides == "in" and not learn_neurons:
             layer.module.keeps_angles = True
     gather(model)
@@ -331,6 +333,27 @@ def _rotation(
     return found
 
 
+def _remember(parts: Sequence[Rotation], weight: Tensor, *, learned: bool) -> None:
+    """Keep what :func:`check` compares with, and neurons of 16 bits in float32; the first rotation of a weight does."""
+    first = parts[0]
+    first.both = len(parts) > 1
+    first.gram = invariants(first.layout.vectors(weight), both=first.both)
+    if weight.dtype in (torch.float16, torch.bfloat16) and not learned:
+        first.master = weight.float()
+
+
+@torch.no_grad()
+def absorb(layer: Rotated) -> None:
+    """Let neurons become what they are rotated into; of 16-bit ones those in float32, so that no draw rounds them."""
+    parts = layer.parts
+    value = parts.original if parts[0].master is None else parts[0].master
+    for rotation in parts:
+        value = rotation.turned(value)
+    parts.original.copy_(value)
+    if parts[0].master is not None:
+        parts[0].master.copy_(value)
+
+
 def _uniform(d: int, p: int, taps: int, turn: int, generator: torch.Generator | None) -> Tensor:
     return torch.randperm(d, generator=generator)[:p]
 
@@ -510,7 +533,7 @@ def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> 
         raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
     check_optimiser(optimiser)
     for layer in layers:
-        layer.parts.original.copy_(layer.value)
+        absorb(layer)
         for rotation in layer.parts:
             rotation.reset()
             forget_state(optimiser, rotation.free)
@@ -542,8 +565,9 @@ class Row(NamedTuple):
         free: Number of unconstrained parameters.
         moved: Distance from the identity, :math:`\|R - I\|_F / \sqrt{d}` over all matrices.
         error: Largest :math:`\|R^T R - I\|_F / \sqrt{d}` of a matrix, also of what a warm-started map would give.
-        gram: Largest change of an inner product between neurons, relative to the largest squared norm; of singular
-            values where both sides are rotated.
+        gram: Largest change of an inner product between neurons since the first ones, whatever has become of them by
+            training, draws, :func:`rebase` and checkpoints, relative to the largest squared norm; of 256 of more
+            neurons. Of singular values where both sides are rotated.
         role: ``"hidden"``, or ``"output"``.
     """
 
@@ -602,7 +626,7 @@ def _largest(numbers: Iterable[float]) -> float:
 
 @torch.no_grad()
 def check(model: nn.Module, *, output: Output = "auto") -> Report:
-    """How exact the rotations of a model are, how far they have come, and whether neurons keep their angles.
+    """How exact the rotations of a model are, how far they have come, and whether neurons keep their first angles.
 
     Args:
         model: The model.
@@ -620,7 +644,10 @@ def check(model: nn.Module, *, output: Output = "auto") -> Report:
     roles = {layer.name: layer.role for layer in layers}
     for name, module, weight in (found := rotated(model)):
         parts, layout = module.parametrizations[weight], Layout(module, weight=weight)
-        drift = _drift(layout.vectors(parts.original), layout.vectors(getattr(module, weight)), both=len(parts) > 1)
+        first = parts[0].gram
+        if first is None:  # a rotation that was not put there by apply()
+            first = invariants(layout.vectors(parts.original), both=len(parts) > 1)
+        drift = _drift(first, layout.vectors(getattr(module, weight)), both=len(parts) > 1)
         for rotation in parts:
             label = f"{name} (outputs)" if rotation.layout.axis == "out" else name
             rows.append(_row(label, rotation, rotation.layout.vectors(parts.original).shape, drift, roles[name]))
@@ -668,14 +695,10 @@ def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float, role
 
 
 def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
-    """Largest relative change of inner products, or of singular values; in float64, not to measure itself."""
-    before, after = before.double(), after.double()
+    """Largest change of the invariants of vectors, relative to the largest of those before."""
     if not bool(after.isfinite().all()):
         return math.nan
-    if both:
-        old, new = torch.linalg.svdvals(before), torch.linalg.svdvals(after)
-    else:
-        old, new = before @ before.mT, after @ after.mT
+    old, new = before.double(), invariants(after, both=both).to(before.dtype).double()
     return float((new - old).abs().amax() / old.abs().amax().clamp(min=1e-300))
 
 

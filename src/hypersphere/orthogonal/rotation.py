@@ -48,6 +48,10 @@ class Rotation(nn.Module):
     Attributes:
         free: The unconstrained parameters of the matrices.
         carried: The warm start of the map, a buffer; ``None`` where it has none.
+        gram: What of the first neurons no rotation may change (:func:`invariants`), a buffer; a state without it has
+            the neurons that it holds for the first ones.
+        master: The neurons in float32, a buffer, where those of the layer have 16 bits: these are rounded, and would
+            drift with every draw of other coordinates. A state without it has those of the layer.
 
     Example:
         >>> from hypersphere.orthogonal import create
@@ -59,6 +63,8 @@ class Rotation(nn.Module):
     is_rotation = True
     """How parameter groups know the parameters that weight decay must spare."""
     carried: Tensor | None
+    gram: Tensor | None
+    master: Tensor | None
     index: Tensor | None
     back: Tensor | None
 
@@ -91,6 +97,12 @@ class Rotation(nn.Module):
         self.register_buffer("carried", map.warm_start(self.free.detach()) if map.warm_starts else None)
         self.register_buffer("index", None if index is None else index.to(device=self.free.device, dtype=torch.long))
         self.register_buffer("back", None if self.index is None or rotated < d else self.index.argsort(1))
+        self.register_buffer("gram", None)
+        self.register_buffer("master", None)
+        self.both = False
+        """Whether the other axis of the weight is rotated, too."""
+        self.absent: list[str] = []
+        """What the last state that was loaded did not have, of what belongs to the neurons."""
         self.sampling: str | None = None
         """How new coordinates are drawn during training; ``None``: never."""
         self.taps = 1
@@ -119,11 +131,21 @@ class Rotation(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.carried is not None and f"{prefix}carried" not in state_dict:
+        own = {name: f"{prefix}{name}" for name in ("carried", "gram", "master")}
+        for keys in args[2:4]:  # that are missing, or are not expected
+            keys[:] = [key for key in keys if key not in own.values()]
+        if own["carried"] not in state_dict:
             # Parameters of their own, from a map without warm start: the one that is here belongs to others.
-            missing: list[str] = args[2]
-            missing[:] = [key for key in missing if key != f"{prefix}carried"]
             self.restart()
+        self.absent = [name for name, key in own.items() if key not in state_dict]
+
+    @torch.no_grad()
+    def remember(self, weight: Tensor, *, gram: bool = True, master: bool = True) -> None:
+        """Take a weight for that of the first neurons: what of it is kept here, and which of that to fill."""
+        if gram and self.gram is not None:
+            self.gram.copy_(invariants(self.layout.vectors(weight), both=self.both))
+        if master and self.master is not None:
+            self.master.copy_(weight)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -133,11 +155,17 @@ class Rotation(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The rotated weight of the layer."""
-        return self.layout.weight(self.rotate(self.layout.vectors(weight)), weight)
+        return self.turned(weight if self.master is None else self.master).to(weight.dtype)
+
+    def turned(self, weight: Tensor, *, back: bool = False) -> Tensor:
+        """A weight with its vectors rotated, or rotated back, in its own type."""
+        return self.layout.weight(self.rotate(self.layout.vectors(weight), back=back), weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The weight that is rotated into this one, for assignments to the layer's weight."""
-        return self.layout.weight(self.rotate(self.layout.vectors(weight), back=True), weight)
+        """The weight that is rotated into this one, for assignments to the layer's weight: its first neurons."""
+        wide = self.turned(weight if self.master is None else at_least_float32(weight), back=True)
+        self.remember(wide)
+        return wide.to(weight.dtype)
 
     def rotate(self, vectors: Tensor, *, back: bool = False, matrices: Tensor | None = None) -> Tensor:
         r"""Rotate vectors ``(groups, n, d)``, or ``(..., d)`` where there is one group: :math:`v \mapsto R v`.
@@ -205,6 +233,43 @@ class Rotation(nn.Module):
         """All of R, ``(groups, d, d)``, which few need: the rotated unit vectors."""
         eye = torch.eye(self.d, dtype=self.free.dtype, device=self.free.device)
         return self.rotate(eye.expand(self.groups, -1, -1) if self.groups > 1 else eye.unsqueeze(0)).mT
+
+
+SAMPLE = 256
+"""Number of neurons of a group whose inner products are remembered."""
+
+
+def invariants(vectors: Tensor, *, both: bool = False) -> Tensor:
+    """What no rotation of neurons ``(groups, n, d)`` changes: their Gram matrix ``(groups, m, m)``.
+
+    In float32 or wider. Of more than 256 neurons it is that of as many, evenly spread. Where both axes are rotated, it
+    is the singular values; of a weight larger than 1,024 both ways the Schatten norms of order 2, 4 and 8.
+
+    Example:
+        >>> invariants(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
+        tensor([[[25.,  4.],
+                 [ 4.,  1.]]])
+    """
+    kind, wide = torch.promote_types(vectors.dtype, torch.float32), vectors.double()
+    _, n, d = wide.shape
+    if not both:
+        chosen = torch.arange(min(n, SAMPLE), device=wide.device) * n // min(n, SAMPLE)
+        wide = wide[:, chosen]
+        return (wide @ wide.mT).to(kind)
+    if min(n, d) <= 1024:
+        return torch.linalg.svdvals(wide).to(kind)
+    square = wide @ wide.mT if n <= d else wide.mT @ wide
+    sums = [square.diagonal(dim1=-2, dim2=-1).sum(-1), _sum(square), _sum(square @ square)]
+    return torch.stack([total ** (1 / order) for total, order in zip(sums, (2, 4, 8), strict=True)], -1).to(kind)
+
+
+def _sum(M: Tensor) -> Tensor:
+    return M.square().sum((-2, -1))
+
+
+def fill(parts: Any, keys: Any) -> None:
+    """Hook of a weight's rotations after a state was loaded: what it did not have is that of the neurons it had."""
+    parts[0].remember(parts.original, gram="gram" in parts[0].absent, master="master" in parts[0].absent)
 
 
 def compute(rotations: Sequence[Rotation]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_count, check_seed
-from hypersphere.orthogonal.apply import SAMPLINGS, apply, check_optimiser, forget_state, rotated, source
+from hypersphere.orthogonal.apply import SAMPLINGS, absorb, apply, check_optimiser, forget_state, rotated, source
 from hypersphere.orthogonal.rotation import Rotation
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,7 +83,7 @@ class Resampling:
         """Begin the round with this number."""
         check_count("number", number, 0)
         for layer in self.layers:
-            layer.parts.original.copy_(layer.value)
+            absorb(layer)
         for name, rotation in self._rotated():
             rotation.reset(self._coordinates(name, rotation, number).unsqueeze(0))
             forget_state(self.optimiser, rotation.free)

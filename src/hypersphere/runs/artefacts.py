@@ -87,6 +87,13 @@ def layer_parts(name: str) -> LayerTensor | None:
     return None if found is None or name.startswith(ARTEFACT) else LayerTensor(found[1], int(found[2]), found[3])
 
 
+LATER = (".gram",)
+"""Ends of names of tensors that older files do not have; a model that was built again has the values of its start.
+
+The first Gram matrix of rotated neurons.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class Artefact:
     """What a file of tensors holds.
@@ -110,9 +117,12 @@ class Artefact:
     def copy_into(self, live: Mapping[str, Tensor]) -> None:
         """Copy the tensors into existing ones of the same names, shapes and types: all of them or none.
 
+        Those whose names end as one of ``LATER`` may be missing, and stay as they are.
+
         Raises:
             RunError: One is missing, or has another shape or type.
         """
+        live = {k: v for k, v in live.items() if k in self.tensors or not k.endswith(LATER)}
         for name, tensor in live.items():
             found = self.tensors.get(name)
             if found is None:
