@@ -258,7 +258,7 @@ CASES = {
         for beyond in margins.BEYOND
     },
     "angle 0": ("additive-angle", {}, {"m": 0}, math.cos, lambda t: -math.sin(t), True),
-    "angle pi": ("additive-angle", {}, {"m": PI}, lambda t: -1.0, lambda t: 0.0, True),
+    "angle pi": ("additive-angle", {"beyond": "clip"}, {"m": PI}, lambda t: -1.0, lambda t: 0.0, True),
     "combined": (
         "combined",
         {},

@@ -36,7 +36,7 @@ from hypersphere.registry import Registry
 Parameter: TypeAlias = float | Tensor
 """A margin's size: one number, or a tensor that broadcasts against the target values."""
 
-BEYOND = ("clip", "raw", "fallback", "easy", "tangent")
+BEYOND = ("tangent", "clip", "fallback", "raw", "easy")
 
 
 def create(name: str | Mapping[str, Any] | Margin, **options: Any) -> Margin:
@@ -238,26 +238,27 @@ class AdditiveCosine(Margin):
 class AdditiveAngle(Margin):
     r"""Additive margin on the angle: :math:`\psi(\theta) = \cos(\theta + m)`, :math:`m \in [0, \pi]`.
 
-    Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there: ``"clip"`` stays at
-    -1 (decreasing and continuous), ``"fallback"`` is :math:`\cos\theta - m \sin m` (decreasing, with a step down),
-    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either). Each of them
-    is flat somewhere, and a feature there is not pulled towards its class. ``"tangent"`` alone falls everywhere, and
-    smoothly: a straight line takes over where the cosine still falls with the slope :math:`-\sin\bar m`,
+    Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there. With ``"tangent"`` the
+    target falls everywhere, and smoothly: a straight line takes over where the cosine still falls with the slope
+    :math:`-\sin\bar m`,
 
     .. math:: \psi(\theta) = \cos(\min(\theta, \theta_0) + m) - \sin\bar m\,[\theta - \theta_0]_+, \quad
         \theta_0 = \pi - 2 \bar m, \quad \bar m = \min(m, \pi / 2)
 
-    down to :math:`-\cos m - 2m \sin m` at pi (for :math:`m \le \pi / 2`), which is below -1.
+    down to :math:`-\cos m - 2m \sin m` at pi (for :math:`m \le \pi / 2`), which is below -1. ``"clip"`` stays at -1
+    (decreasing and continuous), ``"fallback"`` is :math:`\cos\theta - m \sin m` (decreasing, with a step down),
+    ``"raw"`` lets it rise, ``"easy"`` puts the margin on angles below pi/2 only (not decreasing either). Each of these
+    is flat somewhere, and a feature there is not pulled towards its class.
 
     Args:
-        beyond: ``"clip"``, ``"fallback"``, ``"raw"``, ``"easy"`` or ``"tangent"``.
+        beyond: ``"tangent"``, ``"clip"``, ``"fallback"``, ``"raw"`` or ``"easy"``.
 
     Example:
         >>> AdditiveAngle()(torch.tensor([1.0, 0.0, -1.0]), m=0.5)
-        tensor([ 0.8776, -0.4794, -1.0000])
+        tensor([ 0.8776, -0.4794, -1.3570])
     """
 
-    beyond: str = "clip"
+    beyond: str = "tangent"
 
     def __post_init__(self) -> None:
         check_choice("beyond", self.beyond, BEYOND)

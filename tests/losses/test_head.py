@@ -856,7 +856,7 @@ def test_scores_check_their_features(name):
         (
             "arcface",
             {"beyond": "far"},
-            r"^beyond must be one of 'clip', 'raw', 'fallback', 'easy', 'tangent', got 'far'$",
+            r"^beyond must be one of 'tangent', 'clip', 'fallback', 'raw', 'easy', got 'far'$",
         ),
         ("arcface", {"s": 0.0}, r"^s must be greater than 0, got 0\.0$"),
         ("arcface", {"gradient": "none"}, r"^gradient must be one of 'exact', 'cgd', 'caffe', got 'none'$"),

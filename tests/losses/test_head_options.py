@@ -149,7 +149,7 @@ def test_recipes_name_members_with_their_options():
 
 def test_options_that_are_given_and_those_left_out_are_one_recipe():
     short, long = (
-        recipe.load("digits-64", [*BASE, f"loss.psi={{name: additive-angle{more}}}"]) for more in ("", ", beyond: clip")
+        recipe.load("digits-64", [*BASE, f"loss.psi={{name: additive-angle{more}}}"]) for more in ("", ", beyond: tangent")
     )
     assert short.hash == long.hash
 
@@ -161,7 +161,7 @@ def test_options_that_are_given_and_those_left_out_are_one_recipe():
             "loss.psi={name: additive-angle, beyondd: easy}",
             r"loss\.psi\.beyondd is not a known key\. Did you mean 'beyond'",
         ),
-        ("loss.psi={name: additive-angle, beyond: hard}", r"loss\.psi\.beyond must be one of 'clip'"),
+        ("loss.psi={name: additive-angle, beyond: hard}", r"loss\.psi\.beyond must be one of 'tangent'"),
         ("loss.psi={name: additiv-angle}", r"loss\.psi\.name unknown margin 'additiv-angle'\. Did you mean"),
         ("loss.psi=additiv-angle", r"loss\.psi unknown margin 'additiv-angle'\. Did you mean"),
         ("loss.psi={beyond: easy}", r"loss\.psi\.name must be given, the name of the margin"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypersphere import losses
+from hypersphere import losses, margins
 from hypersphere.angular import Sigmoid
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import ArcFace, ASoftmax, LambdaAnnealer, MarginSoftmax, Softmax
@@ -352,12 +352,13 @@ def times(m, g=torch.cos):
     return psi
 
 
-def plus(m, beyond="clip"):
+def plus(m, beyond="tangent"):
     def psi(t, *_):
-        limit = {"clip": PI - m, "fallback": PI - m, "easy": PI / 2, "raw": 4.0}[beyond]
+        limit = {"clip": PI - m, "fallback": PI - m, "easy": PI / 2, "raw": 4.0, "tangent": PI - 2 * m}[beyond]
         if t.item() < limit:
             return t.cos() * math.cos(m) - t.sin() * math.sin(m)
-        return {"clip": 0 * t - 1, "fallback": t.cos() - m * math.sin(m), "easy": t.cos()}[beyond]
+        line = -math.cos(m) - (t - PI + 2 * m) * math.sin(m)
+        return {"clip": 0 * t - 1, "fallback": t.cos() - m * math.sin(m), "easy": t.cos(), "tangent": line}[beyond]
 
     return psi
 
@@ -594,7 +595,7 @@ CASES = {
         f"arcface {beyond}": Case(
             "both", family(plus(1.2, beyond), scale=8.0), options={**S, "m": 1.2, "beyond": beyond}
         )
-        for beyond in ("clip", "raw", "fallback", "easy")
+        for beyond in margins.BEYOND
     },
     "arcface by class": Case(
         "both", family(lambda t, _, k: plus(PER_CLASS[k])(t), scale=8.0), options={**S, "m": PER_CLASS}
@@ -781,7 +782,7 @@ def test_the_released_layer_is_exact_where_the_margin_vanishes():
 
 # ------------------------------------------------------------------------------------------------ another library
 
-# Ours, theirs. Their angular margins are in degrees and fall back to cos t - m sin m past pi; ours clip unless told.
+# Ours, theirs. Their angular margins are in degrees and fall back to cos t - m sin m past pi; ours goes on along a line unless told.
 PML = {
     "arcface": (
         {"s": 32.0, "m": 0.9, "beyond": "fallback"},
@@ -875,7 +876,7 @@ SAME = [
     ("cosface", {**S, "m": 0}, "s-softmax", S, True),
     ("arcface", {**S, "m": 0}, "s-softmax", S, True),
     ("normface", {**S, "learn_scale": False}, "s-softmax", S, True),
-    ("combined", {**S, "m1": 1, "m2": 0.4, "m3": 0}, "arcface", {**S, "m": 0.4}, False),
+    ("combined", {**S, "m1": 1, "m2": 0.4, "m3": 0}, "arcface", {**S, "beyond": "clip", "m": 0.4}, False),
     ("combined", {**S, "m1": 1, "m2": 0, "m3": 0.3}, "cosface", {**S, "m": 0.3}, False),
     ("combined", {**S, "m1": 1.4, "m2": 0, "m3": 0}, "sphereface-r", {**S, "version": "v1", **EXACT}, False),
     *[("sphereface-r", {**S, "m": 1, "version": v, **EXACT}, "s-softmax", S, v != "v2") for v in ("v0", "v1", "v2")],
@@ -883,7 +884,7 @@ SAME = [
     ("sphereface-r", {**S, "m": 1.4, "version": "v0"}, "m-softmax", {**S, "m": 1.4}, True),
     ("subcenter-arcface", {**S, "k": 1}, "arcface", S, True),
     ("adaface", {**S, "h": 0.0}, "cosface", {**S, "m": 0.4}, False),
-    ("magface", {**S, "m": (0.5, 0.5), "norm_weight": 0.0}, "arcface", S, False),
+    ("magface", {**S, "m": (0.5, 0.5), "norm_weight": 0.0}, "arcface", {**S, "beyond": "clip"}, False),
     ("sphereface-plus", {"energy_weight": 0.0}, "a-softmax", {}, True),
     ("contrastive", {"pair_weight": 0.0}, "softmax", {}, True),
     ("center", {"centre_weight": 0.0}, "softmax", {}, True),
@@ -1038,7 +1039,8 @@ def test_a_triplet_has_no_target_value():
         ("a-softmax", {"m": 3}, lambda t: -3 * abs(math.sin(3 * t))),
         ("a-softmax", {"m": 3, "annealer": constant(5.0)}, lambda t: -(5 * math.sin(t) + 3 * abs(math.sin(3 * t))) / 6),
         ("cosface", {}, lambda t: -math.sin(t)),
-        ("arcface", {}, lambda t: -math.sin(t + 0.5) if t < PI - 0.5 else 0.0),
+        ("arcface", {"beyond": "clip"}, lambda t: -math.sin(t + 0.5) if t < PI - 0.5 else 0.0),
+        ("arcface", {}, lambda t: -math.sin(min(t, PI - 1.0) + 0.5)),
         ("sphereface2", {}, lambda t: -3 * ((1 + math.cos(t)) / 2) ** 2 * math.sin(t)),
         ("sphereface-r", {}, lambda t: -math.sin(t)),
         ("combined", {"m1": 0.9, "m2": 0.2, "m3": 0.1}, lambda t: -0.9 * math.sin(0.9 * t + 0.2)),

@@ -43,14 +43,17 @@ class CosFace(MarginSoftmax):
 class ArcFace(MarginSoftmax):
     r"""ArcFace: unit class weights and features, constant scale, additive angular margin.
 
-    .. math:: f_{i,y} = s \cos(\min(\theta + m, \pi))
+    .. math:: f_{i,y} = s \cos(\theta + m)
+
+    and a straight line for angles above :math:`\pi - 2m`, where the cosine would soon turn and leave features without a
+    pull towards their class (``beyond``).
 
     Args:
         dim: Feature dimension D.
         classes: Number of classes C.
         s: Scale.
         m: Margin in radians, in [0, pi].
-        beyond: Past pi: ``"clip"``, ``"fallback"``, ``"raw"``, ``"easy"`` or ``"tangent"``; see
+        beyond: Past pi: ``"tangent"``, ``"clip"``, ``"fallback"``, ``"raw"`` or ``"easy"``; see
             :class:`hypersphere.margins.AdditiveAngle`.
         **options: See :class:`MarginSoftmax`. With few feature dimensions the margin can push an untrained network's
             features away from every class at once; an ``annealer`` prevents it.
@@ -61,7 +64,7 @@ class ArcFace(MarginSoftmax):
     """
 
     def __init__(
-        self, dim: int, classes: int, *, s: float = 64.0, m: MarginSize = 0.5, beyond: str = "clip", **options: Any
+        self, dim: int, classes: int, *, s: float = 64.0, m: MarginSize = 0.5, beyond: str = "tangent", **options: Any
     ) -> None:
         super().__init__(dim, classes, s=s, m=m, psi=margins.AdditiveAngle(beyond), **options)
 
@@ -105,7 +108,7 @@ class CombinedMargin(MarginSoftmax):
 class SubcenterArcFace(ArcFace):
     r"""Sub-centre ArcFace: several sub-centres a class, of which the closest counts, so that noisy labels find one.
 
-    .. math:: \cos\theta_{ij} = \max_k \hat x_i \cdot \hat W_{jk}, \quad f_{i,y} = s \cos(\min(\theta + m, \pi))
+    .. math:: \cos\theta_{ij} = \max_k \hat x_i \cdot \hat W_{jk}, \quad f_{i,y} = s \cos(\theta + m)
 
     Args:
         dim: Feature dimension D.
@@ -131,7 +134,7 @@ class SubcenterArcFace(ArcFace):
         k: int = 3,
         s: float = 64.0,
         m: MarginSize = 0.5,
-        beyond: str = "clip",
+        beyond: str = "tangent",
         **options: Any,
     ) -> None:
         check_count("k", k)

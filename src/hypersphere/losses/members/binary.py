@@ -73,7 +73,7 @@ class SphereFace2(MarginSoftmax):
         self.version, self.t, self.balance, self.loss_weight = version, t, balance, loss_weight
         inner = {
             "C": margins.NoMargin(),
-            "A": margins.AdditiveAngle(),
+            "A": margins.AdditiveAngle("clip"),
             "M": margins.ClippedMultiplicative(),
         }[version]
         m = self.DEFAULTS[version] if m is None else m
