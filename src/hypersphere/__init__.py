@@ -1,6 +1,6 @@
 """Deep learning on the hypersphere: losses, layers, regularisers and training on directions.
 
-The core (everything importable from here but ``load``) needs torch and numpy only; the workbench
+The core (everything importable from here but ``load`` and ``testing``) needs torch and numpy only; the workbench
 (``hypersphere.train``, ``hypersphere.data``, ``hypersphere.cli`` and so on) comes with
 ``pip install "hypersphere[workbench]"``. Nothing is imported before it is used.
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         losses,
         margins,
         metrics,
+        neurons,
         nn,
         optim,
         optimisers,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
         schedules,
         selection,
     )
+    from hypersphere import testing as testing
+    from hypersphere.optim import parameter_groups
+    from hypersphere.runs import load as load
 
 __version__ = "0.2.0"
 
@@ -50,26 +54,34 @@ __all__ = [
     "losses",
     "margins",
     "metrics",
+    "neurons",
     "nn",
     "optim",
     "optimisers",
     "orthogonal",
+    "parameter_groups",
     "registry",
     "schedules",
     "selection",
 ]
 
-_MODULES = {*__all__, "selection", "neurons", "testing"} - {"__version__"}
 _FUNCTIONS = {"load": "hypersphere.runs", "parameter_groups": "hypersphere.optim"}
+_MODULES = {*__all__, "testing"} - {*_FUNCTIONS, "__version__"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return getattr(import_module(_FUNCTIONS[name]), name)
-    if name in _MODULES:
-        return import_module(f"hypersphere.{name}")
+    try:
+        if name in _FUNCTIONS:
+            return getattr(import_module(_FUNCTIONS[name]), name)
+        if name in _MODULES:
+            return import_module(f"hypersphere.{name}")
+    except ModuleNotFoundError as error:
+        if name != "load":
+            raise
+        text = f'hypersphere.load needs {error.name}, which is not installed: pip install "hypersphere[workbench]"'
+        raise ModuleNotFoundError(text, name=error.name) from error
     raise AttributeError(f"module 'hypersphere' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_FUNCTIONS})
+    return sorted({*globals(), *__all__, *_FUNCTIONS, *_MODULES})
