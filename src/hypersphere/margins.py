@@ -238,8 +238,8 @@ class AdditiveCosine(Margin):
 class AdditiveAngle(Margin):
     r"""Additive margin on the angle: :math:`\psi(\theta) = \cos(\theta + m)`, :math:`m \in [0, \pi]`.
 
-    Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there. With ``"tangent"`` the
-    target falls everywhere, and smoothly: a straight line takes over where the cosine still falls with the slope
+    Past :math:`\theta = \pi - m` the cosine would rise again. ``beyond`` says what happens there. With ``"tangent"``
+    the target falls everywhere, and smoothly: a straight line takes over where the cosine still falls with the slope
     :math:`-\sin\bar m`,
 
     .. math:: \psi(\theta) = \cos(\min(\theta, \theta_0) + m) - \sin\bar m\,[\theta - \theta_0]_+, \quad

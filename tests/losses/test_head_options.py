@@ -149,7 +149,8 @@ def test_recipes_name_members_with_their_options():
 
 def test_options_that_are_given_and_those_left_out_are_one_recipe():
     short, long = (
-        recipe.load("digits-64", [*BASE, f"loss.psi={{name: additive-angle{more}}}"]) for more in ("", ", beyond: tangent")
+        recipe.load("digits-64", [*BASE, f"loss.psi={{name: additive-angle{more}}}"])
+        for more in ("", ", beyond: tangent")
     )
     assert short.hash == long.hash
 

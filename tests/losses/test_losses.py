@@ -782,7 +782,7 @@ def test_the_released_layer_is_exact_where_the_margin_vanishes():
 
 # ------------------------------------------------------------------------------------------------ another library
 
-# Ours, theirs. Their angular margins are in degrees and fall back to cos t - m sin m past pi; ours goes on along a line unless told.
+# Ours, theirs. Their angular margins are in degrees and fall back to cos t - m sin m past pi; ours takes a line there.
 PML = {
     "arcface": (
         {"s": 32.0, "m": 0.9, "beyond": "fallback"},

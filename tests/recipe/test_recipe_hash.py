@@ -63,7 +63,10 @@ def test_a_recorded_hash_is_recognised_with_and_without_its_seed():
 
 
 def test_an_option_with_a_new_name_keeps_its_hash():
-    old, new = (recipe.load("digits-64", ["loss.name=subcenter-arcface", f"loss.{key}=2", "loss.beyond=clip"]) for key in ("centres", "k"))
+    old, new = (
+        recipe.load("digits-64", ["loss.name=subcenter-arcface", f"loss.{key}=2", "loss.beyond=clip"])
+        for key in ("centres", "k")
+    )
     assert old.to_yaml() == new.to_yaml() and new.loss.options["k"] == 2
     assert new.hash == "5341204be6fe"  # as it was under the old name
 
