@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -612,6 +613,123 @@ class TestQuantised:
     def test_all_linear_takes_them(self):
         model = adapt(nn.Sequential(Int8(nn.Linear(16, 24)), nn.ReLU(), nn.Linear(24, 4)))
         assert list_adapters(model)["default"]["targets"] == ["0"]
+
+
+def plain_linear():
+    return nn.Linear(16, 24)
+
+
+def dynamic(dtype):
+    """Torch's own, and the linear layer of the weight that its numbers stand for."""
+
+    def make():
+        plain = nn.Sequential(nn.Linear(16, 24))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wants them to be converted to another package
+            layer = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear}, dtype=dtype)[0]
+        plain[0].weight.data = layer.weight().dequantize().clone()
+        return layer, plain[0]
+
+    return make
+
+
+def whole_numbers():
+    layer = Int8(nn.Linear(16, 24))
+    plain = nn.Linear(16, 24)
+    plain.weight.data, plain.bias.data = layer.weight * layer.scale, layer.bias.data.clone()
+    return layer, plain
+
+
+def columns():
+    return pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
+
+
+def attention():
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+
+BASES = {
+    "linear": (plain_linear, {}, (5, 16)),
+    "linear by its inputs": (plain_linear, {"input_centric": True}, (5, 16)),
+    "rescaled": (plain_linear, {"rescale": True}, (5, 16)),
+    "shared blocks": (plain_linear, {"share_blocks": True}, (5, 16)),
+    "columns": (columns, {}, (5, 16)),
+    "attention": (attention, {"targets": ["out_proj", "linear1", "linear2"]}, (2, 3, 16)),
+    "decoupled": (lambda: hs.nn.SphereLinear(16, 24), {}, (5, 16)),
+    "whole numbers": (whole_numbers, {}, (5, 16)),
+    "dynamic int8": (dynamic(torch.qint8), {}, (5, 16)),
+    "dynamic int8 rescaled": (dynamic(torch.qint8), {"rescale": True}, (5, 16)),
+    "dynamic float16": (dynamic(torch.float16), {}, (5, 16)),
+    **{
+        f"{kind.__name__} {options}": (lambda k=kind, o=options: k(4, 8, **o), {"block_size": 6}, None)
+        for kind, options in CONVOLUTIONS
+    },
+}
+
+
+def turned_by_hand(weight, numbers, adapter, scale):
+    """The weight of an adapted layer in float64, with gradients by its numbers: blocks by an inverse."""
+    vectors, b = adapter.layout.vectors(weight), adapter.block
+    upper = torch.triu_indices(b, b, 1)
+    Q = torch.zeros(len(numbers), b, b, dtype=torch.float64).index_put(
+        (torch.arange(len(numbers))[:, None], *upper[:, None]), numbers
+    )
+    Q = Q - Q.mT
+    eye = torch.eye(b, dtype=torch.float64)
+    R = ((eye + Q) @ torch.linalg.inv(eye - Q)).unflatten(0, (adapter.groups, -1))
+    R = R.expand(len(vectors), vectors.shape[-1] // b, b, b)
+    turned = torch.einsum("gkij,gnkj->gnki", R, vectors.unflatten(-1, (-1, b))).flatten(-2)
+    return adapter.layout.weight(turned * scale.view(*turned.shape[:2], 1), weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("name", BASES)
+def test_every_kind_of_base_has_the_gradient_of_float64(name):
+    torch.manual_seed(0)
+    make, settings, size = BASES[name]
+    made = make()
+    layer, plain = made if isinstance(made, tuple) else (made, copy.deepcopy(made))
+    plain = plain.double()
+    x = torch.randn(size) if size else image_of(layer)
+    found = stir(adapt(layer, **{"block_size": 8, **settings}), 0.3)(x)
+    G = torch.randn_like(found)
+    (found * G).sum().backward()
+
+    weights, leaves = {}, []
+    for place, adapted in module.adapted_layers(layer).items():
+        adapter = adapted.adapters.default
+        numbers, scale = (
+            None if p is None else p.detach().double().requires_grad_() for p in (adapter.free, adapter.log_scale)
+        )
+        where = f"{place}.weight".lstrip(".")
+        factor = (
+            torch.ones(adapter.layout.vectors(plain.get_parameter(where)).shape[:2]) if scale is None else scale.exp()
+        )
+        weights[where] = turned_by_hand(plain.get_parameter(where).detach(), numbers, adapter, factor)
+        leaves += [(adapter.free, numbers)] + ([] if scale is None else [(adapter.log_scale, scale)])
+    expected = torch.func.functional_call(plain, weights, x.double())
+    (expected * G).sum().backward()
+    loose = {"rtol": 0.1, "atol": 0.1} if "int8" in name else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.double(), expected, **loose)
+    for own, reference in leaves:
+        assert own.grad is not None
+        error = (own.grad - reference.grad).norm() / reference.grad.norm()
+        # Rounded inputs only count where a factor of the outputs is learned.
+        assert error < (2e-2 if "int8 rescaled" in name else 1e-5), error
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+def test_quantised_layers_that_pass_no_gradient_are_refused():
+    model = nn.Sequential(torch.ao.quantization.QuantStub(), nn.Linear(16, 24)).eval()
+    model.qconfig = torch.ao.quantization.get_default_qconfig("fbgemm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = torch.ao.quantization.prepare(model)
+        prepared(torch.randn(4, 16))
+        static = torch.ao.quantization.convert(prepared)
+    with pytest.raises(ArgumentError, match="must not have 1: its kind has no gradient by its inputs"):
+        adapt(static, targets="1")
+    assert "adapters" not in static[1]._modules
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

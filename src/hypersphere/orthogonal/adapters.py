@@ -251,13 +251,40 @@ class Adapters(nn.ModuleDict):
         name = "input" if "input" in kwargs else "x"
         return args, {**kwargs, name: adapter.inputs(kwargs[name])}
 
-    def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Hook after it: scale the outputs."""
         adapter = self.working(input_centric=True)
+        if adapter is not None and _is_dynamic(layer):
+            output = _Dequantised.apply(args[0] if args else next(iter(kwargs.values())), output.detach(), layer)
         if adapter is None or adapter.log_scale is None:
             return output
         bias: Any = getattr(layer, "bias", None)
         return adapter.outputs(output, bias() if callable(bias) else bias)  # torch's quantised layers have a method
+
+
+class _Dequantised(torch.autograd.Function):
+    """The outputs of one of torch's dynamically quantised layers, with the gradient by its inputs that it lacks.
+
+    It is that of the linear layer with the weight that the whole numbers stand for.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, outputs: Tensor, layer: Any) -> Tensor:
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Any], output: Tensor) -> None:
+        ctx.layer = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] @ ctx.layer.weight().dequantize().to(grads[0]), None, None
+
+
+def _is_dynamic(layer: nn.Module) -> bool:
+    """Whether this is torch's dynamically quantised linear layer, whose kernel has no backward pass."""
+    kind = type(layer)
+    return kind.__module__ == "torch.ao.nn.quantized.dynamic.modules.linear" and kind.__name__ == "Linear"
 
 
 class _Rotated(nn.Module):
@@ -301,7 +328,7 @@ def _install(layer: Any, name: str, adapter: Adapter) -> None:
     holder.train(layer.training)
     if adapter.input_centric and not holder.hooks:
         holder.hooks.append(layer.register_forward_pre_hook(holder.before, with_kwargs=True))
-        holder.hooks.append(layer.register_forward_hook(holder.after))
+        holder.hooks.append(layer.register_forward_hook(holder.after, with_kwargs=True))
     if not adapter.input_centric and not isinstance(layer, _Rotated):
         layer.__class__ = _rotated_class(type(layer))
     layer.keeps_angles = True
@@ -392,7 +419,9 @@ def adapt(
 
     Linear layers, convolutions of all kinds (strides, dilation, groups and padding as they may be; groups have
     rotations of their own, but for depthwise ones), transposed ones and the linear layers of GPT-2 in transformers can
-    be adapted, and by their inputs any quantised linear layers that have ``in_features`` and ``out_features``.
+    be adapted, and by their inputs any quantised linear layers that have ``in_features`` and ``out_features`` and pass
+    a gradient to their inputs. Torch's dynamically quantised ones pass none; they get that of the weight that their
+    whole numbers stand for. Those with quantised inputs are refused.
 
     Args:
         model: Any module, or a layer.
@@ -586,18 +615,21 @@ def _hits(found: Mapping[str, Layer], pattern: str) -> set[str]:
 
 
 def _obstacle(module: Any, holders: Mapping[int, int], input_centric: bool | None) -> str:
-    if isinstance(module, LazyModuleMixin):
-        return "it is lazy: run a batch through the model first"
-    if parametrize.is_parametrized(module, "weight"):
-        return "its weight is parametrised: merge that first"
     weight = module._parameters.get("weight")
-    if is_ordinary(weight) and holders[id(weight)] > 1:
-        return "another module shares its weight"
-    if not is_ordinary(weight) and not is_linear(module):
-        return "it is quantised and not linear"
-    if input_centric and type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "attention reads its weight and does not call it: input_centric must be None"
-    return ""
+    ordinary, kind = is_ordinary(weight), type(module)
+    obstacles = {
+        "it is lazy: run a batch through the model first": isinstance(module, LazyModuleMixin),
+        "its weight is parametrised: merge that first": parametrize.is_parametrized(module, "weight"),
+        "another module shares its weight": ordinary and holders[id(weight)] > 1,
+        "it is quantised and not linear": not (ordinary or is_linear(module)),
+        "its kind has no gradient by its inputs: of torch's quantised layers, those of quantize_dynamic() are taken": (
+            not ordinary and kind.__module__.startswith("torch.ao.nn") and not _is_dynamic(module)
+        ),
+        "attention reads its weight and does not call it: input_centric must be None": (
+            bool(input_centric) and kind.__name__ == "NonDynamicallyQuantizableLinear"
+        ),
+    }
+    return next((why for why, there in obstacles.items() if there), "")
 
 
 def _nearest_divisor(d: int, wanted: int) -> int:
