@@ -73,6 +73,10 @@ class Margin:
         """Target value at the angles of these cosines, same shape, in float32 or wider."""
         return self.psi(arccos(cosines), **m)
 
+    def takes_angle(self, **m: Any) -> bool:
+        """Whether the value is made of the angle, whose digits near 0 and pi no cosine holds."""
+        return type(self).__call__ is Margin.__call__
+
     def slope(self, theta: Tensor, **m: Any) -> Tensor:
         """Derivative of :meth:`psi` by the angle, same shape.
 
@@ -118,6 +122,10 @@ class NoMargin(Margin):
         """The same of the angular function of a head, where it has none of its own."""
         return replace(self, g=g) if self.g is _COSINE else self
 
+    def takes_angle(self, **m: Any) -> bool:
+        """As g is."""
+        return self.g.of_angle
+
     def psi(self, theta: Tensor, **m: Any) -> Tensor:
         """Value of g."""
         return self.g(theta)
@@ -160,6 +168,12 @@ class Multiplicative(Margin):
         """At least 1."""
         check_range("m", m["m"], 1)
 
+    def takes_angle(self, *, m: Parameter, **_: Any) -> bool:
+        """But for polynomials of the cosine."""
+        if isinstance(m, Tensor):
+            return True
+        return self.g.of_angle if m == 1 else not (isinstance(self.g, Cosine) and float(m).is_integer())
+
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
         """Target value at angles."""
         turns = (m * theta.detach() / math.pi).floor()
@@ -198,6 +212,10 @@ class ClippedMultiplicative(Margin):
     def check(self, **m: float) -> None:
         """At least 1."""
         check_range("m", m["m"], 1)
+
+    def takes_angle(self, *, m: Parameter, **_: Any) -> bool:
+        """Where there is a margin."""
+        return isinstance(m, Tensor) or m != 1
 
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
         """Target value at angles."""
@@ -269,6 +287,10 @@ class AdditiveAngle(Margin):
             meant = f"{m['m']:g} degrees are {math.radians(m['m']):.3g}"
             raise ArgumentError("m", f"is in radians and must be at most {math.pi:g}, got {m['m']:g} ({meant})")
         check_range("m", m["m"], 0, math.pi)
+
+    def takes_angle(self, *, m: Parameter, **_: Any) -> bool:
+        """Where there is a margin."""
+        return isinstance(m, Tensor) or m != 0
 
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
         """Target value at angles."""

@@ -68,3 +68,88 @@ def test_schedules_have_the_digits_of_their_head():
         annealer = hs.losses.LambdaAnnealer(start, gamma, minimum=0.0)
         found.append(float(build("cosface", 8, 5, s=4.0, m=size, annealer=annealer).double()(x, y).detach()))
     assert found[:2] == pytest.approx([found[2]] * 2, rel=1e-13)
+
+
+# ------------------------------------------------------------------------------------------------ poles
+
+MEMBERS = [
+    ("arcface", {"s": 8.0}, lambda t: (t + 0.5).clamp(max=torch.pi).cos()),
+    ("arcface", {"s": 8.0, "m": [0.5] * 7}, lambda t: (t + 0.5).clamp(max=torch.pi).cos()),
+    ("combined", {"s": 8.0, "m1": 0.9, "m2": 0.3}, lambda t: (0.9 * t + 0.3).clamp(max=torch.pi).cos() - 0.2),
+    ("subcenter-arcface", {"s": 8.0, "k": 2}, lambda t: (t + 0.5).clamp(max=torch.pi).cos()),
+    ("m-softmax", {"s": 8.0, "m": 1.5, "gradient": "exact"}, lambda t: (1.5 * t).cos()),
+    ("ga-softmax", {"s": 8.0, "m": 1.5}, lambda t: 1 - 2 * 1.5 * t / torch.pi),
+]
+
+
+def at_angle(vector, angle, seed):
+    """A vector at an angle to another one, of length 3."""
+    unit = torch.nn.functional.normalize(vector, dim=0)
+    other = draw(len(unit), seed=seed)
+    other = torch.nn.functional.normalize(other - (other @ unit) * unit, dim=0)
+    return 3 * (angle.cos() * unit + angle.sin() * other)
+
+
+def reference(head, x, y, psi):
+    """The loss of a softmax member written out, angles taken from differences of directions."""
+    weight = head.weight.detach().double().requires_grad_()
+    u, w = (torch.nn.functional.normalize(v, dim=1) for v in (x, weight))
+    w = w.unflatten(0, (head.classes, -1))
+    cosines, closest = (u[:, None, None] * w).sum(3).max(2)
+    own = w[y, closest.gather(1, y[:, None])[:, 0]]
+    theta = 2 * torch.atan2((u - own).norm(dim=1), (u + own).norm(dim=1))
+    others = head.spec.g(cosines.clamp(-1 + 1e-15, 1 - 1e-15).acos()) if head.spec.g.of_angle else cosines
+    logits = 8 * others.scatter(1, y[:, None], psi(theta)[:, None])
+    loss = torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    return loss, *torch.autograd.grad(loss.sum(), [x, weight])
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize(("name", "options", "psi"), MEMBERS)
+def test_gradients_next_to_the_centre_of_a_class_have_their_digits(name, options, psi, path):
+    head = build(name, 24, 7, reduction="none", path=path, **options)
+    angles = torch.tensor([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+    y = torch.tensor([0, 1, 2, 3, 3])
+    rows = head.weight.detach().double().view(7, -1, 24)[:, 0]
+    x = torch.stack([at_angle(rows[c], a, int(c)) for c, a in zip(y, angles.double(), strict=True)]).float()
+    leaf = x.clone().requires_grad_()
+    loss = head(leaf, y)
+    found = torch.autograd.grad(loss.sum(), [leaf, head.weight])
+    wanted, by_features, by_weight = reference(head, x.double().requires_grad_(), y, psi)
+    torch.testing.assert_close(loss.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    for i in range(len(y)):
+        assert off(found[0][i], by_features[i]) < 1e-4, float(angles[i])
+    assert off(found[1], by_weight) < 1e-4
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_values_next_to_the_opposite_of_a_class_have_their_digits(path):
+    """ArcFace as written down, past pi: a rising target, whose slope at pi is that at 0.5."""
+    head = build("arcface", 24, 7, s=8.0, m=0.5, beyond="raw", reduction="none", path=path)
+    y = torch.arange(4)
+    angles = torch.pi - torch.tensor([1e-1, 1e-2, 1e-3, 1e-4], dtype=torch.float64)
+    x = torch.stack([at_angle(head.weight[c].detach().double(), a, int(c)) for c, a in zip(y, angles, strict=True)])
+    leaf = x.float().requires_grad_()
+    loss = head(leaf, y)
+    (found,) = torch.autograd.grad(loss.sum(), leaf)
+    wide = leaf.detach().double().requires_grad_()
+    wanted, by_features, _ = reference(head, wide, y, lambda t: (t + 0.5).cos())
+    torch.testing.assert_close(loss.detach().double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+    for i in range(4):
+        assert off(found[i], by_features[i]) < 1e-4, float(angles[i])
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_compiled_code_has_the_same_digits(path):
+    torch._dynamo.reset()
+    head = build("arcface", 24, 7, s=8.0, reduction="none", path=path)
+    y = torch.tensor([0, 1, 1])
+    x = torch.stack(
+        [at_angle(head.weight[c].detach().double(), torch.tensor(1e-4).double(), i) for i, c in enumerate(y)]
+    )
+    found = []
+    for call in (head, torch.compile(head, backend="aot_eager", fullgraph=True)):
+        leaf = x.float().requires_grad_()
+        found.append(torch.autograd.grad(call(leaf, y).sum(), [leaf, head.weight]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

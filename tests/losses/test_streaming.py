@@ -296,9 +296,13 @@ def test_operators_are_well_formed(rule, extras):
     units, weight, scale, offset, bias = leaves
     if not extras:
         offset = bias = None
-    problem = ClassProblem(
-        units, weight, labels, scale, rule, parameters, offset, bias, subcentres=2 if extras else 1, total=extras
-    )
+    more = {
+        "subcentres": 2 if extras else 1,
+        "total": extras,
+        "features": (3 * units).detach().requires_grad_() if extras else None,
+    }
+    more["class_weights"] = torch.linspace(0, 1, len(weight) // 2).double() if extras else None
+    problem = ClassProblem(units, weight, labels, scale, rule, parameters, offset, bias, **more)
     assert ClassProblem.unpacked(problem.packed()) == problem
     forward = torch.ops.hypersphere.class_statistics.default
     assert [a.name for a in forward._schema.arguments] == [*ClassProblem._fields, "keep"]
@@ -306,7 +310,7 @@ def test_operators_are_well_formed(rule, extras):
 
     result, _, target, *_ = forward(*problem.packed(), True)
     ones = torch.ones(3).double()
-    upstream = (ones, ones if extras else None, ones, None)
+    upstream = (ones, ones if extras else None, ones, None, ones if extras else None)
     kept = (result, target, torch.empty(0, dtype=torch.float16), torch.empty(0).double())
     backward = torch.ops.hypersphere.class_gradients.default
     arguments = (*upstream, *kept, *problem.packed(), True)

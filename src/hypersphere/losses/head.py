@@ -24,7 +24,7 @@ from hypersphere.losses.registry import HeadType, losses
 from hypersphere.losses.schedules import LambdaAnnealer, Schedule
 from hypersphere.losses.spec import HeadSpec
 from hypersphere.losses.state import HeadState, Kept, MarginSize
-from hypersphere.losses.streaming import class_cosines, scaled
+from hypersphere.losses.streaming import ClassProblem, class_cosines, own_rows, scaled, target_angles
 from hypersphere.margins import Margin, NoMargin
 
 CHUNKED_FROM = {"cpu": 32_768, "cuda": 262_144}
@@ -229,8 +229,10 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             target = self.target_cosines(batch) if rule.needs_target else batch.units.new_empty(0)
         return rule.parameters(sizes, target, batch.annealing)
 
-    def plain_value(self, cosines: Tensor) -> Tensor:
-        """Value of the target without its margin, at cosines of any shape."""
+    def plain_value(self, cosines: Tensor, angles: Tensor | None = None) -> Tensor:
+        """Value of the target without its margin, at cosines of any shape, whose angles may be known, too."""
+        if angles is not None and self.spec.g.of_angle:
+            return self.spec.g(angles)
         return self.spec.g.of_cosine(cosines)
 
     def offset(self) -> Tensor | None:
@@ -315,12 +317,16 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         with full_precision(features):
             x = self.rotated(features)
             batch = Batch.of(x, labels, annealing=self.annealing(None, x.dtype))
-            dtype, place = batch.units.dtype, labels.unsqueeze(1)
-            cosines = class_cosines(batch.units, self.weight, self.subcentres, self.spec.unit_weights)
+            dtype, place, unit = batch.units.dtype, labels.unsqueeze(1), self.spec.unit_weights
+            cosines = class_cosines(batch.units, self.weight, self.subcentres, unit)
             sizes, scale = self.margin_sizes(batch), self.scale(batch.norms)
             plain = cosines.gather(1, place).squeeze(1)
             length = None if self.spec.unit_weights else norm(self.weight.to(dtype))[labels]
-            target = target_logits(self, batch, plain, length, scale, sizes) + self.target_bias(batch)
+            angles = None
+            if self.spec.psi.takes_angle(**sizes):
+                own = ClassProblem(batch.units, self.weight, labels, scale, subcentres=self.subcentres, unit=unit)
+                angles = target_angles(x, self.weight[own_rows(own)]).to(dtype)
+            target = target_logits(self, batch, plain, length, scale, sizes, angles) + self.target_bias(batch)
             logits = negative_logits(self, cosines, scale, self.rule_parameters(batch, sizes, plain))
             return logits.scatter(1, place, target.unsqueeze(1))
 
@@ -337,7 +343,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             tensor([ 1., -3.])
         """
         batch, sizes = self._described(theta, label, norm)
-        return annealed(self.spec.psi.psi(theta, **sizes), self.plain_value(theta.cos()), batch.annealing)
+        return annealed(self.spec.psi.psi(theta, **sizes), self.plain_value(theta.cos(), theta), batch.annealing)
 
     def slope(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
         """Derivative of :meth:`psi` by the angle."""

@@ -67,12 +67,15 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         total=spec.label_smoothing > 0 and not spec.all_logits,
         class_weights=class_weights,
         low=low,
+        features=batch.features if spec.psi.takes_angle(**sizes) and not caffe else None,
     )
     found = class_statistics(problem, chunked=head.path == "chunked")
     if caffe:
         target = _caffe_target(head, batch, found.target, scale, sizes)
     else:
-        target = target_logits(head, batch, found.target, None if spec.unit_weights else found.length, scale, sizes)
+        length = None if spec.unit_weights else found.length
+        angles = None if problem.features is None else found.angle
+        target = target_logits(head, batch, found.target, length, scale, sizes, angles)
     target, total = target + head.target_bias(batch), found.total
     if spec.all_logits:
         cosines = class_cosines(batch.units, weight, spec.subcentres, problem.unit)
@@ -217,6 +220,7 @@ def target_logits(
     length: Tensor | None,
     scale: Tensor,
     sizes: Mapping[str, Any],
+    angles: Tensor | None = None,
 ) -> Tensor:
     """Logits of targets, without the bias.
 
@@ -227,17 +231,22 @@ def target_logits(
         length: Norms of the targets' weights where these are no unit vectors, ``(B,)`` or ``(C,)``.
         scale: ``(B,)`` or ``(B, 1)``.
         sizes: The margin's arguments.
+        angles: Angles to the targets, where they are known and the margin is made of them.
     """
     if length is None:
-        return _with_offset(head, _target_value(head, batch, products, sizes)) * scale
+        return _with_offset(head, _target_value(head, batch, products, sizes, angles)) * scale
     if isinstance(head.spec.psi, NoMargin):
         return products * scale
     cosines = (products / torch.where(length > 0, length, 1.0)).clamp(-1, 1)
-    return _target_value(head, batch, cosines, sizes) * length * scale
+    return _target_value(head, batch, cosines, sizes, angles) * length * scale
 
 
-def _target_value(head: MarginSoftmax, batch: Batch, cosines: Tensor, sizes: Mapping[str, Any]) -> Tensor:
-    value = annealed(head.spec.psi(cosines, **sizes), head.plain_value(cosines), batch.annealing)
+def _target_value(
+    head: MarginSoftmax, batch: Batch, cosines: Tensor, sizes: Mapping[str, Any], angles: Tensor | None
+) -> Tensor:
+    psi = head.spec.psi
+    value = psi(cosines, **sizes) if angles is None else psi.psi(angles, **sizes)
+    value = annealed(value, head.plain_value(cosines, angles), batch.annealing)
     return cosines + (value - cosines).detach() if head.spec.gradient == "cgd" else value
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from hypersphere.geometry import normalise
+from hypersphere.geometry import at_least_float32, in_float64, norm, normalise, transformed
 from hypersphere.losses.negatives import Negatives, Plain, lookup
 
 CHUNK_ELEMENTS = 2**23
@@ -68,6 +68,8 @@ class ClassProblem(NamedTuple):
     """``(C,)``, what the logits of each class count in that sum; all the same by default."""
     low: bool = False
     """16-bit products with 32-bit sums; on a GPU only."""
+    features: Tensor | None = None
+    """``(B, D)`` of any length, given where the angles to the targets are wanted."""
 
     def packed(self) -> tuple[Any, ...]:
         """The arguments of the operations, which know the rule by its key."""
@@ -101,6 +103,8 @@ class Statistics(NamedTuple):
     """``(B,)`` product with the target's weight, a cosine where the weights are unit vectors."""
     length: Tensor
     """``(B,)`` norm of the target's weight; empty for unit weights and several sub-centres."""
+    angle: Tensor
+    """``(B,)`` angle to the target, from both vectors, with all digits next to 0 and pi; empty unless asked for."""
 
 
 def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statistics:
@@ -120,13 +124,20 @@ def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statist
     if not chunked:
         return _dense(problem)
     keep = torch.is_grad_enabled() and (problem.units.requires_grad or problem.weight.requires_grad)
-    return Statistics(*_statistics(*problem.packed(), keep)[:4])
+    return Statistics(*_statistics(*problem.packed(), keep)[:5])
 
 
 def _dense(problem: ClassProblem) -> Statistics:
     """The same by autograd over the whole matrix."""
     units, weight, labels, rule = problem.units, problem.weight, problem.labels, problem.rule
-    cosines = class_cosines(units, weight, problem.subcentres, problem.unit, problem.low)
+    rows, angle = _class_rows(weight, units.dtype, problem.unit), units.new_empty(0)
+    if problem.features is not None:
+        own = own_rows(problem)
+        if torch.compiler.is_compiling() or not transformed():
+            rows, angle = _TargetAngles.apply(rows, problem.features, weight, own, problem.unit)
+        else:
+            angle = target_angles(problem.features, weight[own]).to(units.dtype)
+    cosines = _products_with(units, rows, problem)
     logits = scaled(rule.value(cosines, *problem.parameters), problem.scale, problem.offset, problem.bias)
     is_target = torch.arange(cosines.shape[1], device=labels.device) == labels.unsqueeze(1)
     if rule.softmax:
@@ -148,6 +159,7 @@ def _dense(problem: ClassProblem) -> Statistics:
         total,
         target,
         torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels] if lengths else units.new_empty(0),
+        angle,
     )
 
 
@@ -170,21 +182,114 @@ class _LowProduct(torch.autograd.Function):
         return torch.mm(grad, b.bfloat16()).to(a.dtype), by_b
 
 
-def class_cosines(units: Tensor, weight: Tensor, subcentres: int = 1, unit: bool = True, low: bool = False) -> Tensor:
+def class_cosines(units: Tensor, weight: Tensor, subcentres: int = 1, unit: bool = True) -> Tensor:
     """Products of ``(B, D)`` directions with every class, the closest sub-centre of each: ``(B, C)``."""
-    prepared = weight.to(units.dtype)
-    rows = normalise(prepared) if unit else prepared
-    products = _LowProduct.apply(units, rows) if low else units @ rows.mT
-    if unit:  # rounding beyond +-1 is removed without cutting the gradient
+    rows = _class_rows(weight, units.dtype, unit)
+    return _products_with(units, rows, ClassProblem(units, weight, units, units, subcentres=subcentres, unit=unit))
+
+
+def _class_rows(weight: Tensor, dtype: torch.dtype, unit: bool) -> Tensor:
+    """Class weights as features are compared with them."""
+    prepared = weight.to(dtype)
+    return normalise(prepared) if unit else prepared
+
+
+def _products_with(units: Tensor, rows: Tensor, problem: ClassProblem) -> Tensor:
+    products = _LowProduct.apply(units, rows) if problem.low else units @ rows.mT
+    if problem.unit:  # rounding beyond +-1 is removed without cutting the gradient
         products = products + (products.clamp(-1, 1) - products).detach()
-    return products if subcentres == 1 else products.unflatten(1, (-1, subcentres)).max(2).values
+    return products if problem.subcentres == 1 else products.unflatten(1, (-1, problem.subcentres)).max(2).values
 
 
 def target_products(units: Tensor, weight: Tensor, labels: Tensor, subcentres: int = 1, unit: bool = True) -> Tensor:
     """Products of ``(B, D)`` directions with their targets, the closest sub-centre of each, no gradient: ``(B,)``."""
-    rows = weight.detach().unflatten(0, (-1, subcentres))[labels].to(units.dtype)
-    products = ((normalise(rows) if unit else rows) * units.detach().unsqueeze(1)).sum(2).amax(1)
+    products = _own_products(units, weight, labels, subcentres, unit).amax(1)
     return products.clamp(-1, 1) if unit else products
+
+
+def _own_products(units: Tensor, weight: Tensor, labels: Tensor, subcentres: int, unit: bool) -> Tensor:
+    """Products with all sub-centres of the targets, no gradient: ``(B, subcentres)``."""
+    rows = weight.detach().unflatten(0, (-1, subcentres))[labels].to(units.dtype)
+    return ((normalise(rows) if unit else rows) * units.detach().unsqueeze(1)).sum(2)
+
+
+# ------------------------------------------------------------------------------------------------ angles to targets
+
+
+def target_angles(features: Tensor, vectors: Tensor) -> Tensor:
+    """Angles of features ``(B, D)`` with their targets' weights ``(B, D)``: ``(B,)``, in float64 where there is such.
+
+    A few numbers a sample may cost what a matrix must not: in float64 they have all digits of their type next to 0
+    and pi, where the arccos of a cosine has half of them, and so has the direction of their gradient.
+
+    Example:
+        >>> target_angles(torch.tensor([[1.0, 1e-5]]), torch.tensor([[2.0, 0.0]])).float()
+        tensor([1.0000e-05])
+    """
+    u, v = _wide_direction(features)[0], _wide_direction(vectors)[0]
+    difference, total = norm(u - v), norm(u + v)
+    none = difference + total == 0  # two zero vectors, which meet at pi / 2
+    return 2 * torch.atan2(torch.where(none, 1.0, difference), torch.where(none, 1.0, total))
+
+
+def _wide_direction(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Directions in float64, and one by the lengths ``(B, 1)``; 0 for what is a zero vector in the type of ``x``."""
+    least = math.sqrt(torch.finfo(at_least_float32(x).dtype).tiny)
+    wide = in_float64(at_least_float32(x))
+    length = norm(wide, keepdim=True)
+    inverse = torch.where(length > least, 1 / torch.where(length > least, length, 1.0), 0.0)
+    return wide * inverse, inverse
+
+
+def _angle_slopes(features: Tensor, vectors: Tensor, by_angle: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`target_angles` by features and by weights, or with ``unit`` by the weights' directions."""
+    (u, by_length), (v, by_weight) = _wide_direction(features), _wide_direction(vectors)
+    cosine = (u * v).sum(1, keepdim=True)
+    sine = (norm(u - v) * norm(u + v) / 2).unsqueeze(1)
+    factor = torch.where(sine > 0, -by_angle.unsqueeze(1) / torch.where(sine > 0, sine, 1.0), 0.0)
+    dtype, along = by_angle.dtype, factor * (u - cosine * v)
+    return (factor * (v - cosine * u) * by_length).to(dtype), (along if unit else along * by_weight).to(dtype)
+
+
+def _sums_at(rows: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Rows at these places and all values ``(B, D)`` of the same place: nothing depends on an order of additions."""
+    same = (places.unsqueeze(0) == places.unsqueeze(1)).to(values.dtype)
+    return rows[places] + (same @ values).to(rows.dtype)
+
+
+def own_rows(problem: ClassProblem) -> Tensor:
+    """The row of the weights that stands for each sample's target, the closest of its sub-centres: ``(B,)``."""
+    if problem.subcentres == 1:
+        return problem.labels
+    products = _own_products(problem.units, problem.weight, problem.labels, problem.subcentres, problem.unit)
+    return problem.labels * problem.subcentres + products.argmax(1)
+
+
+class _TargetAngles(torch.autograd.Function):
+    """The rows of all classes as they are, and the angles to the targets.
+
+    The angles' gradient is added to that of the rows in their product: a gradient of its own would be as large as the
+    weights again.
+    """
+
+    @staticmethod
+    def forward(rows: Tensor, features: Tensor, weight: Tensor, own: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
+        return rows.view_as(rows), target_angles(features, weight[own]).to(features.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, features, weight, own, ctx.unit = inputs
+        ctx.save_for_backward(features, weight, own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        features, weight, own = ctx.saved_tensors
+        by_rows, by_angle = grads
+        by_features, along = _angle_slopes(features, weight[own], by_angle, ctx.unit)
+        if not ctx.needs_input_grad[0]:
+            return None, by_features, None, None, None
+        put = by_rows.index_copy if torch.is_grad_enabled() else by_rows.index_copy_
+        return put(0, own, _sums_at(by_rows, own, along)), by_features, None, None, None
 
 
 def scaled(values: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -273,6 +378,7 @@ class _Upstream(NamedTuple):
     total: Tensor | None
     target: Tensor
     length: Tensor | None
+    angle: Tensor | None
 
 
 _KINDS: dict[Any, str] = {
@@ -287,25 +393,29 @@ def _schema(kind: Any, prefix: str = "") -> str:
 
 
 _PROBLEM = _schema(ClassProblem)
-_TENSORS = ("units", "weight", "labels", "scale", "offset", "bias", "class_weights")
+_TENSORS = ("units", "weight", "labels", "scale", "offset", "bias", "class_weights", "features")
+_SIX, _SEVEN = (f"({', '.join(['Tensor'] * count)})" for count in (6, 7))
 
 
 @torch.library.custom_op(
     "hypersphere::class_statistics",
     mutates_args=(),
-    schema=f"({_PROBLEM}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_PROBLEM}, bool keep) -> {_SEVEN}",
 )
-def _statistics(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
     units, weight, labels, rule = problem.units, problem.weight, problem.labels, problem.rule
     target = target_products(units, weight, labels, problem.subcentres, problem.unit)
     length = target.new_empty(0)
     if problem.has_lengths:
         length = torch.linalg.vector_norm(weight[labels].to(units.dtype), dim=1)
+    angle = units.new_empty(0)
+    if problem.features is not None:
+        angle = target_angles(problem.features, weight[own_rows(problem)]).to(units.dtype)
     half, inverse = units.new_empty(0, dtype=torch.float16), units.new_empty(0)
     if problem.low and (fused := _fused(problem)):
         result, half, inverse = fused.log_sum_exp(units, weight, labels, problem.scale, problem.unit, keep)
-        return result, target.new_empty(0), target, length, half, inverse
+        return result, target.new_empty(0), target, length, angle, half, inverse
     low_type = torch.float16 if problem.low else None
     result = units.new_full((len(units),), float("-inf") if rule.softmax else 0.0)
     totals = torch.zeros_like(result) if problem.total else result.new_empty(0)
@@ -322,7 +432,7 @@ def _statistics(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
             torch.logaddexp(result, _put(logits, place, float("-inf")).logsumexp(1), out=result)
         else:
             result += _put(rule.term(logits), place, 0.0).sum(1)
-    return result, totals, target, length, half, inverse
+    return result, totals, target, length, angle, half, inverse
 
 
 def _logits(cosines: Tensor, problem: ClassProblem, chunk: _Chunk) -> Tensor:
@@ -335,7 +445,7 @@ def _logits(cosines: Tensor, problem: ClassProblem, chunk: _Chunk) -> Tensor:
 
 
 @_statistics.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
     units, weight = problem.units, problem.weight
     kept = problem.low and keep and _fused(problem) is not None  # the kernels' copy of the weights
@@ -346,6 +456,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         torch.empty_like(per_sample) if problem.total else empty,
         torch.empty_like(per_sample),
         torch.empty_like(per_sample) if problem.has_lengths else torch.empty_like(empty),
+        torch.empty_like(empty) if problem.features is None else torch.empty_like(per_sample),
         weight.new_empty(weight.shape if kept else 0, dtype=torch.float16),
         units.new_empty(len(weight) if kept and problem.unit else 0),
     )
@@ -354,12 +465,27 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "hypersphere::class_gradients",
     mutates_args=(),
-    schema=f"({_schema(_Upstream, 'grad_')}, {_schema(_Kept)}, {_PROBLEM}, bool weight_too) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_schema(_Upstream, 'grad_')}, {_schema(_Kept)}, {_PROBLEM}, bool weight_too) -> {_SIX}",
 )
-def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by units, weight, scale, offset and bias (empty where there is nothing to differentiate by)."""
+def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients by units, weight, scale, offset, bias, features (empty where there is nothing to differentiate by)."""
     upstream, kept, problem, weight_too = _read(arguments)
+    found = _class_gradients(upstream, kept, problem, weight_too)
+    by_weight, by_features = found[1], problem.units.new_empty(0)
+    if upstream.angle is not None and problem.features is not None:
+        own = own_rows(problem)
+        by_features, along = _angle_slopes(problem.features, problem.weight[own], upstream.angle, False)
+        if weight_too:
+            by_weight.index_copy_(0, own, _sums_at(by_weight, own, along))
+    elif problem.features is not None:
+        by_features = torch.zeros_like(problem.features)
+    return *found, by_features
+
+
+def _class_gradients(
+    upstream: _Upstream, kept: _Kept, problem: ClassProblem, weight_too: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same but for the angles to the targets."""
     units, weight, labels, scale = problem.units, problem.weight, problem.labels, problem.scale
     if kept.half.numel():
         by_units, by_weight, by_scale = _fused_gradients(upstream, kept, problem, weight_too)
@@ -402,7 +528,7 @@ def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _read(arguments: Sequence[Any]) -> tuple[_Upstream, _Kept, ClassProblem, bool]:
     """The arguments of the gradients' operation."""
-    return _Upstream(*arguments[:4]), _Kept(*arguments[4:8]), ClassProblem.unpacked(arguments[8:-1]), arguments[-1]
+    return _Upstream(*arguments[:5]), _Kept(*arguments[5:9]), ClassProblem.unpacked(arguments[9:-1]), arguments[-1]
 
 
 def _fused_gradients(
@@ -457,7 +583,7 @@ def _add_length(by_weight: Tensor, weight: Tensor, labels: Tensor, grad_length: 
 
 
 @_gradients.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     _, _, problem, weight_too = _read(arguments)
     empty = problem.units.new_empty(0)
     return (
@@ -466,12 +592,13 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         torch.empty_like(problem.scale),
         torch.empty_like(empty) if problem.offset is None else torch.empty_like(problem.offset),
         torch.empty_like(empty) if problem.bias is None else torch.empty_like(problem.bias),
+        torch.empty_like(empty) if problem.features is None else torch.empty_like(problem.features),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     problem = ClassProblem.unpacked(inputs[:-1])
-    result, _, target, _, half, inverse = output
+    result, _, target, *_, half, inverse = output
     ctx.mark_non_differentiable(half, inverse)
     ctx.set_materialize_grads(False)  # a zero gradient of what is kept would be as large as the weights
     tensors = [getattr(problem, name) for name in _TENSORS]
@@ -484,15 +611,18 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     kept = _Kept(*ctx.saved_tensors[:4])
     tensors = dict(zip(_TENSORS, ctx.saved_tensors[4:], strict=False))
     problem = ClassProblem(**tensors, **ctx.settings, parameters=ctx.saved_tensors[4 + len(tensors) :])
-    result, total, target, length = grads[:4]
+    result, total, target, length, angle = grads[:5]
     upstream = _Upstream(
         torch.zeros_like(kept.result) if result is None else result.contiguous(),
         total if problem.total else None,
         torch.zeros_like(kept.target) if target is None else target.contiguous(),
         length if problem.has_lengths else None,
+        None if angle is None or problem.features is None else angle.contiguous(),
     )
     weight_too = ctx.needs_input_grad[1]
-    by_units, by_weight, by_scale, by_offset, by_bias = _gradients(*upstream, *kept, *problem.packed(), weight_too)
+    by_units, by_weight, by_scale, by_offset, by_bias, by_features = _gradients(
+        *upstream, *kept, *problem.packed(), weight_too
+    )
     found = dict.fromkeys(ClassProblem._fields) | {
         "units": by_units,
         "weight": by_weight if weight_too else None,
@@ -500,6 +630,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         "parameters": [None] * len(problem.parameters),
         "offset": None if problem.offset is None else by_offset,
         "bias": None if problem.bias is None else by_bias,
+        "features": None if problem.features is None else by_features,
     }
     return (*found.values(), None)  # the last of whether to keep
 

@@ -99,7 +99,7 @@ class SphereFace2(MarginSoftmax):
         assert self.s is not None
         return at_least_float32(self.common_bias) / self.s
 
-    def plain_value(self, cosines: Tensor) -> Tensor:
+    def plain_value(self, cosines: Tensor, angles: Tensor | None = None) -> Tensor:
         """The similarity adjustment g."""
         return bend(cosines, self.t)
 
@@ -160,6 +160,9 @@ class _Bent(Margin):
 
     def check(self, **m: float) -> None:
         margins.AdditiveCosine().check(**m) if self.subtract else self.inner.check(**m)
+
+    def takes_angle(self, **m: Any) -> bool:
+        return self.inner.takes_angle(**m)
 
     def psi(self, theta: Tensor, *, m: Parameter, **_: Any) -> Tensor:
         value = bend(self.inner.psi(theta, m=m), self.t)
