@@ -3,6 +3,7 @@ r"""Matrix functions with exact, cheap derivatives: what the orthogonal maps are
 Everything works on ``(..., d, d)`` tensors in float32 or float64, products are true float32 in both passes whatever the
 process allows elsewhere, and nothing but the singular and the eigenvalue decomposition waits for the device. Backward
 passes are closed forms of a few products, written with differentiable operations, so that they have derivatives, too.
+Transforms of ``torch.func`` and forward mode see torch's own operations instead, of the same value.
 Squares are taken of matrices over their largest entry, so that no norm is too large or too small for them.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hypersphere.geometry import exact_products, full_precision
+from hypersphere.geometry import exact_products, full_precision, transformed
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def skew(P: Tensor) -> Tensor:
         tensor([[ 0.,  1.],
                 [-1.,  0.]])
     """
-    return _Skew.apply(P)
+    return _Skew.forward(P) if transformed() else _Skew.apply(P)
 
 
 class _Skew(torch.autograd.Function):
@@ -103,7 +104,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         >>> product(torch.ones(1, 2), torch.ones(2, 1))
         tensor([[2.]])
     """
-    return a @ b if torch.compiler.is_compiling() else _Product.apply(a, b)  # nothing to set in a compiled graph
+    if torch.compiler.is_compiling():  # nothing to set in a compiled graph
+        return a @ b
+    return _Product.forward(a, b) if transformed() else _Product.apply(a, b)
 
 
 class _SolveTriangular(torch.autograd.Function):
@@ -137,7 +140,7 @@ def solve_triangular(T: Tensor, B: Tensor, *, upper: bool = True) -> Tensor:
         tensor([[ 0.5000, -0.5000],
                 [ 0.0000,  1.0000]])
     """
-    return _SolveTriangular.apply(T, B, upper)
+    return _SolveTriangular.forward(T, B, upper) if transformed() else _SolveTriangular.apply(T, B, upper)
 
 
 def polynomial(X: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -293,6 +296,8 @@ def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Ten
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    if transformed():
+        return torch.linalg.solve(eye(W) - W, eye(W) + W)  # these two commute
     return _Cayley.apply(W, nearby, refinements)
 
 
@@ -399,7 +404,15 @@ def orthonormalise(P: Tensor, N: Tensor | None = None, refinements: int = 2) -> 
         tensor([[ 0.6000, -0.8000],
                 [ 0.8000,  0.6000]])
     """
-    return _Orthonormalise.apply(P, N, refinements)
+    return _by_qr(P) if transformed() and N is None else _Orthonormalise.apply(P, N, refinements)
+
+
+def _by_qr(P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's operations, for matrices of full rank."""
+    Q, T = torch.linalg.qr(P)
+    signs = torch.where(T.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(P.dtype)
+    Q = Q * signs.unsqueeze(-2)
+    return Q, (T * signs.unsqueeze(-1)).detach(), torch.linalg.det(Q.detach()).sign()
 
 
 def reflections(V: Tensor) -> Tensor:
@@ -632,6 +645,9 @@ def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectra
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    if transformed():
+        # Its iterations are differentiable as they are; a singular value decomposition is not where two are equal.
+        return _newton_schulz(P, steps, scale) if method == "newton-schulz" else _newton_polar(P, max(steps, 12))
     return _Polar.apply(P, method, steps, scale)[0]
 
 
@@ -654,7 +670,7 @@ def exponential(W: Tensor, max_norm: float) -> Tensor:
     """
     degree, reach = TAYLOR[W.dtype]
     squarings = max(0, math.ceil(math.log2(max(max_norm, 1e-9) / reach)))
-    return _Exponential.apply(W, degree, squarings)
+    return torch.linalg.matrix_exp(W) if transformed() else _Exponential.apply(W, degree, squarings)
 
 
 def _exponential(W: Tensor, degree: int, squarings: int) -> Tensor:
@@ -786,4 +802,4 @@ def givens(angles: Tensor) -> Tensor:
         tensor([[ 0.8660, -0.5000],
                 [ 0.5000,  0.8660]])
     """
-    return _Givens.apply(angles)
+    return _Givens.forward(angles) if transformed() else _Givens.apply(angles)

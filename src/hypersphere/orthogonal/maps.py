@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, exact_products, full_precision
+from hypersphere.geometry import at_least_float32, exact_products, full_precision, transformed
 from hypersphere.orthogonal import algebra
 from hypersphere.orthogonal.algebra import eye, product, skew
 from hypersphere.registry import Registry
@@ -493,6 +493,8 @@ class Exponential(Map):
     def _norm(W: Tensor) -> float:
         if torch.compiler.is_compiling() or (W.is_cuda and torch.cuda.is_current_stream_capturing()):
             return CAPTURED_NORM
+        if transformed():  # nobody asks there
+            return 0.0
         if not W.numel():
             return 0.0
         # Both bound the spectral norm: the largest row sum, and the estimate with some room.

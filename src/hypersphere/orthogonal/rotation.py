@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hypersphere import selection
 from hypersphere.errors import ArgumentError
-from hypersphere.geometry import at_least_float32, exact_products, full_precision
+from hypersphere.geometry import at_least_float32, exact_products, full_precision, transformed
 from hypersphere.neurons import Layout
 from hypersphere.orthogonal.maps import Map
 
@@ -276,6 +276,8 @@ def compute(rotations: Sequence[Rotation]) -> list[Tensor]:
     """The matrices of several rotations, those of equal size and map in one batch."""
     if torch.compiler.is_compiling():
         return _compute(rotations, write=True)
+    if transformed():
+        return _compute(rotations, write=False)  # what they transform must change nothing
     # Activations may be recomputed in the backward pass, of layers that find their matrices in the forward pass and
     # have to compute them then: what is saved for them is no part of what is recomputed, in either.
     recomputed = torch._C._current_graph_task_id() != -1
@@ -293,7 +295,7 @@ def _compute(rotations: Sequence[Rotation], *, write: bool) -> list[Tensor]:
     alike: dict[tuple[Any, ...], list[Rotation]] = {}
     for rotation in rotations:
         # Parameters that are not being trained may be others than those of the warm start: a running average, say.
-        warm = rotation.carried is not None and rotation.training and torch.is_grad_enabled()
+        warm = rotation.carried is not None and rotation.training and torch.is_grad_enabled() and not transformed()
         key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype, warm)
         alike.setdefault(key, []).append(rotation)
     for (map, *_, warm), members in alike.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError
 from hypersphere.orthogonal import Map, maps, orthogonality_error
@@ -97,6 +97,34 @@ def has_its_gradient(name: str) -> None:
     for member in members(name):
         for P in (near_start(member, 4, seed=7), member.start(4, dtype=torch.float64)):
             numeric.gradient(lambda P: member(P) * weights, P, what=f"gradient of {member}")
+
+
+@CONTRACT.check
+def can_be_transformed(name: str) -> None:
+    """``torch.func`` finds first and second derivatives, of one matrix and of each of several, and in a layer."""
+    from hypersphere import orthogonal
+
+    if not CONTRACT.fact(name, "smooth", True):
+        return
+    x, weight = numeric.draw(3, 4, seed=11), numeric.draw(5, 4, seed=12)
+    for member in members(name):
+        for P in (near_start(member, 4, seed=7), member.start(4, dtype=torch.float64)):
+            numeric.transforms(member, P, what=f"{member}")
+        layer = nn.Linear(4, 5, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        orthogonal.apply(layer.eval(), member)
+
+        def response(x: Tensor, P: Tensor, layer: nn.Module = layer) -> Tensor:
+            found: Tensor = torch.func.functional_call(layer, {"parametrizations.weight.0.free": P}, (x,))
+            return found
+
+        P = near_start(member, 4, 1, seed=13)
+        numeric.transforms(response, x, P, what=f"a layer with {member}")
+        before = {key: value.clone() for key, value in layer.train().state_dict().items()}
+        torch.func.grad(lambda P: response(x, P).sum())(P)
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, before[key]), f"torch.func changes {key} of a layer with {member}"
 
 
 @CONTRACT.check
