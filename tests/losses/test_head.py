@@ -1219,3 +1219,45 @@ def test_the_scale_warning_points_to_the_user():
 )
 def test_what_a_head_shows(name, options, words):
     assert all(word in repr(hs.losses.create(name, 6, 5, **options)) for word in words.split(", "))
+
+
+# ------------------------------------------------------------------------------------------------ transforms
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adaface", {}, r"^features must be a whole batch where a head in training keeps means of them"),
+        ("curricularface", {}, r"^features must be a whole batch where a head in training keeps means of them"),
+        ("center", {}, r"^features must be a whole batch where a head in training keeps means of them"),
+        ("a-softmax", {"gradient": "caffe"}, r"^gradient 'caffe' divides the weights by their norms in place"),
+        ("cosface", {"rotation": "cayley"}, r"^rotation has derivatives by torch\.autograd and torch\.func\.grad only"),
+    ],
+)
+def test_what_transforms_cannot_do_says_what_to_use(name, options, message):
+    head = build(name, **options).train()
+    state = copy.deepcopy(head.state_dict())
+    named = {key: value.detach() for key, value in head.named_parameters()}
+
+    def loss(given, x, y):
+        return torch.func.functional_call(head, given, (x[None], y[None]))
+
+    with pytest.raises(ArgumentError, match=message):
+        torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(named, features(), Y)
+    for key, value in head.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_a_penalty_on_the_gradient_trains_through_the_chunked_path():
+    """A step whose loss contains a gradient, R1's: the same in chunks, under soft labels and with smoothing."""
+    labels = (Y, F.softmax(features(len(Y), C, 3).double(), 1))
+    for options, given in [({"label_smoothing": 0.1}, labels[0]), ({"class_weights": W}, labels[0]), ({}, labels[1])]:
+        found = []
+        for path in ("dense", "chunked"):
+            head = build("arcface", path=path, **options).double()
+            x = features(dtype=torch.float64).requires_grad_()
+            (slope,) = torch.autograd.grad(head(x, given), x, create_graph=True)
+            loss = head(x, given) + slope.square().sum()
+            found.append({"loss": loss, **gradients(head, loss, x)})
+        for key, value in found[0].items():
+            torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-9, msg=key)

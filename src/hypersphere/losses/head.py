@@ -15,7 +15,7 @@ from torch import Tensor
 from hypersphere import angular, margins
 from hypersphere.angular import Angular, Cosine
 from hypersphere.errors import ArgumentError
-from hypersphere.geometry import at_least_float32, full_precision, norm, normalise
+from hypersphere.geometry import at_least_float32, full_precision, norm, normalise, transformed
 from hypersphere.losses import negatives as rules
 from hypersphere.losses.batch import Batch, Steps, check_features
 from hypersphere.losses.negatives import Negatives
@@ -375,7 +375,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         low = _low_precision(features)  # before autocast is switched off for everything but the products
         path = self.path
         compiles = path == "compiled" or (path == "chunked" and self.weight.is_cuda and CAN_COMPILE)
-        compiled = labels.dim() == 1 and compiles and not torch.compiler.is_compiling()
+        compiled = labels.dim() == 1 and compiles and not (torch.compiler.is_compiling() or transformed())
         with full_precision(features):
             if self.rotation is not None:  # outside of compiled code, which gains nothing there
                 features = self.rotated(features)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import check_choice
 from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, in_float64, norm
+from hypersphere.losses.schedules import refuse_vmap
 
 
 def contrastive(x: Tensor, y: Tensor, same: Tensor, margin: float = 1.0) -> Tensor:
@@ -139,3 +140,6 @@ def move_centres(centres: Tensor, features: Tensor, labels: Tensor, valid: Tenso
 @move_centres.register_fake
 def _(centres: Tensor, features: Tensor, labels: Tensor, valid: Tensor, rate: float) -> Tensor:
     return features.new_empty(features.shape)
+
+
+move_centres.register_vmap(refuse_vmap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,15 @@ def moving_average(average: Tensor, value: Tensor, rate: float) -> Tensor:
 @moving_average.register_fake
 def _(average: Tensor, value: Tensor, rate: float) -> Tensor:
     return torch.empty_like(average)
+
+
+def refuse_vmap(*_: Any) -> tuple[Any, Any]:
+    """What an operation does under ``torch.func.vmap`` that moves numbers of a head by whole batches."""
+    why = "must be a whole batch where a head in training keeps means of them"
+    raise ArgumentError("features", f"{why}, and torch.func.vmap takes it apart: call head.eval() before")
+
+
+moving_average.register_vmap(refuse_vmap)
 
 
 class Schedule(nn.Module):

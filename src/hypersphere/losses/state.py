@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_count
-from hypersphere.geometry import at_least_float32, norm, normalise, spherical_mean
+from hypersphere.geometry import at_least_float32, norm, normalise, spherical_mean, transformed
 from hypersphere.losses.batch import Batch, Steps, check_features, check_labels, check_values
 from hypersphere.losses.pairs import move_centres
 from hypersphere.losses.processes import own_share, whole_batch
@@ -286,6 +286,9 @@ class HeadState(nn.Module):
         """Weights that a batch is compared with, the targets' places among them, biases and class weights."""
         spec, dtype = self.spec, batch.units.dtype
         if self.imitates_caffe:
+            if transformed():
+                why = "'caffe' divides the weights by their norms in place, which torch.func does not see"
+                raise ArgumentError("gradient", f"{why}: take 'exact' or 'cgd', or call head.eval() before")
             if torch.compiler.is_compiling():
                 with torch.no_grad():
                     self.weight.copy_(normalise(self.weight))
@@ -420,9 +423,9 @@ class HeadState(nn.Module):
             soft: Whether soft labels are allowed.
         """
         self._check(features, labels, self.classes, soft)
-        # Reading values would synchronise a GPU or break a compiled graph.
+        # Reading values would synchronise a GPU, break a compiled graph, or ask torch.func for a single number.
         readable = labels.device.type == "cpu" or self.spec.validate
-        if len(features) and readable and not torch.compiler.is_compiling():
+        if len(features) and readable and not (torch.compiler.is_compiling() or transformed()):
             check_values(features, labels, self.classes, self.spec.ignore_index)
 
     def _check(self, features: Tensor, labels: Tensor, classes: int, soft: bool) -> None:

@@ -121,7 +121,7 @@ def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statist
     """
     if problem.low and not problem.units.is_cuda:
         problem = problem._replace(low=False)
-    if not chunked:
+    if not chunked or transformed():
         return _dense(problem)
     keep = torch.is_grad_enabled() and (problem.units.requires_grad or problem.weight.requires_grad)
     return Statistics(*_statistics(*problem.packed(), keep)[:5])
@@ -133,7 +133,7 @@ def _dense(problem: ClassProblem) -> Statistics:
     rows, angle = _class_rows(weight, units.dtype, problem.unit), units.new_empty(0)
     if problem.features is not None:
         own = own_rows(problem)
-        if torch.compiler.is_compiling() or not transformed():
+        if not transformed():
             rows, angle = _TargetAngles.apply(rows, problem.features, weight, own, problem.unit)
         else:
             angle = target_angles(problem.features, weight[own]).to(units.dtype)
@@ -612,6 +612,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     tensors = dict(zip(_TENSORS, ctx.saved_tensors[4:], strict=False))
     problem = ClassProblem(**tensors, **ctx.settings, parameters=ctx.saved_tensors[4 + len(tensors) :])
     result, total, target, length, angle = grads[:5]
+    if torch.is_grad_enabled():  # a gradient that is differentiated again
+        return _smooth_backward(problem, grads[:5])
     upstream = _Upstream(
         torch.zeros_like(kept.result) if result is None else result.contiguous(),
         total if problem.total else None,
@@ -633,6 +635,19 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         "features": None if problem.features is None else by_features,
     }
     return (*found.values(), None)  # the last of whether to keep
+
+
+def _smooth_backward(problem: ClassProblem, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The same gradients by autograd, with all logits at once, differentiable as often as one likes."""
+    every = {name: getattr(problem, name) for name in _TENSORS}
+    # As views: features count by themselves, and not once more for the directions that were made of them.
+    by = {name: value.view_as(value) for name, value in every.items() if value is not None and value.requires_grad}
+    statistics = _dense(problem._replace(low=False, **by))
+    found = [(v, grad) for v, grad in zip(statistics, grads, strict=True) if grad is not None and v.requires_grad]
+    values, given = zip(*found, strict=True) if found else ((), ())
+    gradients = torch.autograd.grad(values, list(by.values()), given, create_graph=True, allow_unused=True)
+    none: dict[str, Any] = dict.fromkeys(ClassProblem._fields) | {"parameters": [None] * len(problem.parameters)}
+    return (*(none | dict(zip(by, gradients, strict=True))).values(), None)
 
 
 _statistics.register_autograd(_backward, setup_context=_setup)

@@ -232,6 +232,39 @@ def slope_is_the_derivative(name: str) -> None:
 
 
 @of_classes
+def is_differentiated_by_transforms(name: str) -> None:
+    """Second derivatives, per-sample gradients and forward mode agree with each other on every path."""
+    x, along = features(), features(seed=3)
+    found: list[Tensor] = []
+    for path in paths(name):
+        head = build(name, **path).double().eval()
+        named = {key: value.detach() for key, value in head.named_parameters()}
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(head(leaf, Y), leaf, create_graph=True)
+        by = [leaf, *(p for p in head.parameters() if p.requires_grad)]
+        second = torch.autograd.grad((first * along).sum(), by, allow_unused=True)
+
+        def loss(given: dict[str, Tensor], x: Tensor, labels: Tensor, head: nn.Module = head) -> Tensor:
+            value: Tensor = torch.func.functional_call(head, given, (x, labels))
+            return value
+
+        slope = torch.func.grad(loss, argnums=1)
+        pushed = torch.func.jvp(lambda x, named=named, slope=slope: slope(named, x, Y), (x,), (along,))
+        value, change = pushed[0], pushed[1]
+        numeric.close(value, first, 1e-7, "the gradient by torch.func.grad")
+        numeric.close(change, second[0], 1e-6, "a product with the Hessian")
+        one = torch.func.vmap(torch.func.grad(lambda p, x, y, loss=loss: loss(p, x[None], y[None])), (None, 0, 0))
+        for key, gradients in one(named, x, Y).items():
+            for i in range(2):
+                alone = head(x[i : i + 1], Y[i : i + 1])
+                (wanted,) = torch.autograd.grad(alone, head.get_parameter(key), allow_unused=True)
+                if wanted is not None:
+                    numeric.close(gradients[i], wanted, 1e-7, f"the gradient of a sample by {key}")
+        found.append(torch.cat([torch.zeros(0) if part is None else part.flatten() for part in second]))
+    numeric.close(found[-1], found[0], 1e-6, "second derivatives in chunks")
+
+
+@of_classes
 def has_the_symmetries_of_its_family(name: str) -> None:
     """Rotating features and classes, and the order of samples and of classes, change nothing."""
     q = numeric.rotation(D)
