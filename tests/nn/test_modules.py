@@ -568,6 +568,19 @@ def test_transforms_of_torch_func(kind, name, g, weighting):
         agree(one, torch.autograd.functional.vjp(by_formula, (sample[None], w))[1][1])
 
 
+@by_spread
+def test_vectorised_derivatives(name, g, weighting):
+    """Those of torch.autograd, which pass many gradients at once through the custom backward pass."""
+    for layer, x in (
+        (build("conv2d", 2, 3, 2, name=name, g=g, weighting=weighting), draw(2, 2, 3, 3)),
+        (build("linear", 4, 3, name=name, g=g, weighting=weighting), draw(2, 4)),
+    ):
+        singly = torch.autograd.functional.jacobian(layer, x)
+        agree(torch.autograd.functional.jacobian(layer, x, vectorize=True), singly)
+        twice = [torch.autograd.functional.hessian(lambda x: layer(x).sin().sum(), x, vectorize=v) for v in (0, 1)]  # noqa: B023
+        agree(*twice)
+
+
 def test_transforms_of_a_layer_in_training_say_what_to_do():
     layer = build("linear", 4, 3, name="tanh")
     parameters, x = {name: p.detach() for name, p in layer.named_parameters()}, draw(5, 4)

@@ -319,7 +319,7 @@ class _Decoupled(torch.autograd.Function):
             return (None,) * 8
         saved = ctx.saved_tensors  # once: a checkpoint computes them anew each time
         x, directions, radius, mean, k, squared_norm, batch_mean = saved[:7]
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # a derivative of this one is wanted
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_batched(grads[0])):
             inputs = (x, directions, radius, mean, k)
             return *_differentiable_gradients(inputs, operator, window, ctx.sync, grads[0]), None, None, None
         if ctx.saved_output:
@@ -349,6 +349,11 @@ class _Decoupled(torch.autograd.Function):
         return d_x, d_directions, d_radius, None, d_k, None, None, None
 
 
+def _is_batched(grad: Tensor) -> bool:
+    """Whether it stands for many gradients: ``is_grads_batched`` of torch, which knows torch's own operations only."""
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def _saves_output(y: Tensor) -> bool:
     """Whether the output is saved the usual way: where what is saved may be computed again or kept elsewhere."""
     return (
@@ -362,14 +367,15 @@ def _differentiable_gradients(
     inputs: tuple[Tensor | None, ...], operator: Operator, window: Window | None, sync: bool, d_y: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs by way of torch's own operations, which can be differentiated again."""
-    # Aliases: one input may have been computed from another, and that path is not ours to follow.
-    inputs = tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in inputs)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    with full_precision(d_y):
+    again = torch.is_grad_enabled()
+    with full_precision(d_y), torch.enable_grad():
+        # Aliases: one input may have been computed from another, and that path is not ours to follow.
+        inputs = tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in inputs)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
         x, directions, radius, mean, k = inputs
         assert x is not None and directions is not None
         y, _ = _composed(x, directions, radius, mean, k, operator, window, sync)
-    found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=again, allow_unused=True))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
