@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
-from hypersphere.energy import chords, hyperspherical_energy
+from hypersphere.energy import (
+    batch_pairs,
+    batch_versus_all,
+    chords,
+    energies,
+    hyperspherical_energy,
+    preservation_loss,
+)
 from hypersphere.energy.minibatch import cross_sums
 from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Riesz, Softplus
@@ -151,3 +161,76 @@ def test_orthoreg_sums_all_ordered_pairs():
     cosines = (units @ units.T)[~torch.eye(5, dtype=torch.bool)]
     wanted = (1 + (10 * (cosines - 1)).exp()).log().sum()
     torch.testing.assert_close(pair_sums(x, Softplus(10.0))[0], wanted)
+
+
+# Norms.
+
+NORMS = [(1e-30,), (1e25,), (1e-30, 1e12, 1.0, 1e-25, 1e30, 1e20)]
+
+
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("name", sorted(energies))
+def test_float32_takes_every_norm_that_it_has(name, norms):
+    """Value and gradient are those of float64, or infinite where float32 has no such number; never something else."""
+    if name == "bp-comhe" and len(norms) > 1:
+        return  # mixtures of its neurons are all the longest one
+    options = {"dim": 4, "s": 1.0} if "dim" in {option.name for option in energies[name].options} else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few dimensions
+        member = energies.create(name, **options).eval()
+    lengths = torch.tensor(norms, dtype=torch.float64).unsqueeze(1)
+    w = (lengths * torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).float()
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = w.to(dtype).requires_grad_()
+        value = member(leaf)
+        found += [value.detach().double(), *torch.autograd.grad(value, leaf)]
+    value, slope, near, near_slope = found
+    if value > 1e38:
+        assert near == math.inf
+    else:
+        torch.testing.assert_close(near, value, rtol=1e-5, atol=1e-6)
+        size = slope.norm(dim=1)
+        error = (near_slope.double() - slope).norm(dim=1) / size
+        assert (error < 1e-3)[(size > 1e-35) & (size < 1e38)].all()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e9, 1e15, 1e18])
+@pytest.mark.parametrize("name", ["orthonormal", "orthogonal", "srip"])
+def test_deviations_are_right_where_their_squares_are_not_numbers(name, shape, scale):
+    member = energies.create(name, squared=False)
+    w = (scale * torch.randn(shape, dtype=torch.float64)).float()
+    values, slopes = zip(
+        *(value_and_slope(member, w.to(dtype)) for dtype in (torch.float64, torch.float32)), strict=True
+    )
+    torch.testing.assert_close(values[1].double(), values[0], rtol=2e-5, atol=0)
+    if scale < 1e12:
+        torch.testing.assert_close(slopes[1].double(), slopes[0], rtol=1e-3, atol=1e-4 * float(slopes[0].abs().max()))
+
+
+def value_and_slope(member, w):
+    leaf = w.clone().requires_grad_()
+    value = member(leaf)
+    return value.detach(), *torch.autograd.grad(value, leaf)
+
+
+def test_functions_take_every_norm_too():
+    w = torch.randn(6, 5, dtype=torch.float64).float()
+    labels = torch.tensor([0, 3, 3])
+    for function in (
+        lambda x: hyperspherical_energy(x, 1, half_space=True),
+        lambda x: hyperspherical_energy(x, 1, beta=torch.arange(1.0, 7)),
+        lambda x: batch_versus_all(x, labels),
+        lambda x: batch_pairs(x, labels),
+        lambda x: preservation_loss(x, torch.eye(5)[:3]),
+    ):
+        for scale in (1e-25, 1e25):
+            torch.testing.assert_close(function(w * scale), function(w), rtol=1e-5, atol=1e-6)
+
+
+def test_the_jitter_of_a_determinant_is_what_was_given():
+    """The determinant of ones plus jitter is the jitter to the power n - 1, times the sum of n and jitter."""
+    same = torch.ones(3, 2, dtype=torch.float64)
+    wanted = -math.log((3 + 1e-6) * 1e-6**2)
+    assert energies.create("mgd")(same).item() == pytest.approx(wanted, rel=1e-11)

@@ -9,40 +9,106 @@ device and the order of the derivative, a chord z has a relative error of about 
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hypersphere.geometry import exact_products, transformed
+from hypersphere.geometry import exact_products, normalise, transformed
 
 FLOOR = {torch.float32: 1e-8, torch.float64: 1e-12}
 """Least squared chord: closer pairs count as that far apart and have no gradient."""
 NEAR = 0.01
 """Squared chords below this are computed once more without cancellation: ``2 - 2 cos`` has lost their digits."""
+ORDINARY = 1e-30
+"""Squared norms above, even in float32, have all their digits."""
 FEW_NEAR = 2048
 """Pairs of a matrix up to which that is done one by one on a processor."""
 GRID = {torch.float32: 2.0**11, torch.float64: 2.0**25}
 """Products of multiples of ``1 / GRID`` of unit vectors add up without any rounding."""
 
 
-def directions(vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Unit vectors ``(b, n, d)``, and what a gradient by them is multiplied with ``(b, n, 1)``: 0 for zero vectors."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    inverse = torch.where(squared > torch.finfo(vectors.dtype).tiny, (squared + eps).rsqrt(), 0.0)
-    return vectors * inverse, inverse
+def scales(numbers: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """Powers of two that bring the largest of the numbers along ``dim`` near 1, whatever its size; constants.
+
+    What is multiplied with them loses nothing, and its squares neither overflow nor vanish. Kept axes have length 1.
+
+    Example:
+        >>> scales(torch.tensor([[3e-30, 1e-30], [1e30, 0.0]])).log2()
+        tensor([[100.],
+                [-98.]])
+    """
+    info = torch.finfo(numbers.dtype)
+    return torch.exp2(1 - _largest(numbers, dim).clamp(info.tiny, info.max).log2().floor())
+
+
+def _largest(numbers: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Largest absolute value along axes, which are kept with length 1; 0 of none."""
+    sizes = numbers.detach().abs()
+    return sizes.amax(dim, keepdim=True) if sizes.numel() else sizes.sum(dim, keepdim=True)
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """:func:`hypersphere.geometry.normalise` for rows ``(..., n, d)`` of any norm that their type has."""
+    return normalise(vectors * scales(vectors))
+
+
+def _lengths_in_float64(vectors: Tensor) -> Tensor:
+    """Norms ``(..., n, 1)``, of which no square overflows or vanishes where the vectors are in float32."""
+    return torch.linalg.vector_norm(vectors, 2, -1, keepdim=True, dtype=torch.float64)
 
 
 def present(vectors: Tensor) -> Tensor:
-    """Which rows of ``(..., n, d)`` have a direction, ``(..., n)``."""
-    return vectors.detach().square().sum(-1) > torch.finfo(vectors.dtype).tiny
+    """Which rows of ``(..., n, d)`` have a direction, ``(..., n)``: float32 has their norm, float64 its square."""
+    return _largest(vectors, -1).squeeze(-1) >= _least(vectors.dtype)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """Largest number of the shortest vectors that have a direction."""
+    return torch.finfo(torch.float32).tiny if dtype == torch.float32 else math.sqrt(torch.finfo(dtype).tiny)
+
+
+def directions(vectors: Tensor, eps: float, *, look: bool = False) -> tuple[Tensor, Tensor]:
+    """Unit vectors and what a gradient by them is multiplied with, no gradient; both are 0 for zero vectors.
+
+    Args:
+        vectors: ``(b, n, d)``.
+        eps: Added under the root of the norm.
+        look: Whether the numbers may be looked at on a processor, to spare work where no norm is out of the ordinary.
+
+    Returns:
+        ``(b, n, d)`` and ``(b, n, 1)``.
+    """
+    watched = torch.compiler.is_compiling() or transformed()
+    kernels = None if watched or vectors.dtype != torch.float32 else fused(vectors)
+    if kernels and vectors.numel():
+        units, inverse = kernels.directions(vectors, eps)
+        return units, inverse
+    squared = vectors.square().sum(-1, keepdim=True)
+    ordinary = (squared > ORDINARY) & (squared < math.inf)
+    inverse = (squared + eps).rsqrt()
+    if not (look and not watched and not vectors.is_cuda and bool(ordinary.all())):
+        inverse = torch.where(ordinary, inverse, _inverse_in_float64(vectors, eps))
+    return vectors * inverse, inverse
 
 
 def smooth_directions(vectors: Tensor, eps: float = 0.0) -> Tensor:
     """Unit vectors of the rows ``(..., n, d)``, differentiable as often as one likes; zero rows stay zero."""
     squared = vectors.square().sum(-1, keepdim=True)
-    valid = present(vectors).unsqueeze(-1)
-    return vectors * torch.where(valid, (torch.where(valid, squared, 1.0) + eps).rsqrt(), 0.0)
+    ordinary = (squared > ORDINARY) & (squared < math.inf)
+    # What is not looked at is 1, so that no derivative of it is infinite.
+    usual = (torch.where(ordinary, squared, 1.0) + eps).rsqrt()
+    extraordinary = ~ordinary & present(vectors).unsqueeze(-1)
+    rest = _inverse_in_float64(torch.where(extraordinary, vectors, 1.0), eps)
+    return vectors * torch.where(ordinary, usual, torch.where(extraordinary, rest, 0.0))
+
+
+def _inverse_in_float64(vectors: Tensor, eps: float) -> Tensor:
+    """Inverse lengths ``(..., n, 1)``; 0 for zero vectors."""
+    length = _lengths_in_float64(vectors)
+    there = length >= _least(vectors.dtype)
+    return torch.where(there, (torch.where(there, length, 1.0).square() + eps).rsqrt(), 0.0).to(vectors.dtype)
 
 
 def squared_chords(

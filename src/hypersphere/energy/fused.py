@@ -37,7 +37,8 @@ FEW_ROWS, FEW_COLUMNS = 32, 64
 NEAR = 0.2
 """Squared chords below this are found from differences, where cosines come from fp16 or TF32 products."""
 FLOOR = tl.constexpr(chords.FLOOR[torch.float32])
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny ** 2)
+"""Squared norm of the shortest vectors that have a direction."""
 HALF_RANGE = 3e4
 """Largest slope that is kept in fp16, in units of that of orthogonal vectors."""
 
@@ -188,13 +189,13 @@ def _near_kernel(
 def _unit_kernel(vectors, units, inverse, dim, eps, BLOCK: tl.constexpr):
     """Directions, and inverse lengths: 0 for a zero vector."""
     row = tl.program_id(0).to(tl.int64)
-    squared = tl.zeros((BLOCK,), tl.float32)
+    squared = tl.zeros((BLOCK,), tl.float64)  # of which no norm in float32 is out of range
     for start in range(0, dim, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        value = tl.load(vectors + row * dim + k, mask=k < dim, other=0.0)
+        value = tl.load(vectors + row * dim + k, mask=k < dim, other=0.0).to(tl.float64)
         squared += value * value
     total = tl.sum(squared)
-    factor = tl.where(total > TINY, tl.rsqrt(total + eps), 0.0)
+    factor = tl.where(total > TINY, tl.rsqrt(total + eps), 0.0).to(tl.float32)
     tl.store(inverse + row, factor)
     for start in range(0, dim, BLOCK):
         k = start + tl.arange(0, BLOCK)

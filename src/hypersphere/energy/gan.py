@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import energies
-from hypersphere.energy.chords import present
+from hypersphere.energy.chords import present, smooth_directions
 from hypersphere.energy.layers import Selection, select
 from hypersphere.energy.mhe import MHE
 from hypersphere.errors import check_choice
@@ -75,7 +75,7 @@ def _released(vectors: Tensor) -> Tensor:
     """What the released code adds to the loss, but for its weight, of matrices ``(b, n, d)``."""
     there = present(vectors)
     # A neuron and its mirror image side by side have twice its squared norm.
-    units = vectors * (vectors.square().sum(-1, keepdim=True) + RELEASED_EPS / 2).rsqrt()
+    units = smooth_directions(vectors, RELEASED_EPS / 2)
     squared = 2 - 2 * units @ units.mT
     pairs = (there.unsqueeze(2) & there.unsqueeze(1)).triu(1)
     values = -(torch.where(pairs, squared.clamp(min=0), 1.0) + RELEASED_EPS).log()

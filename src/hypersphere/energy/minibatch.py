@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hypersphere.energy.chords import FLOOR, directions, present, smooth_chords, smooth_directions, squared_chords
+from hypersphere.energy.chords import (
+    FLOOR,
+    directions,
+    present,
+    smooth_chords,
+    smooth_directions,
+    squared_chords,
+    unit_vectors,
+)
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import tile_terms
 from hypersphere.energy.potentials import Potential, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, full_precision, normalise, transformed
+from hypersphere.geometry import at_least_float32, full_precision, transformed
 
 CHUNK_ELEMENTS = 2**23
 """Pairs computed at a time."""
@@ -342,7 +350,7 @@ def caffe_inter_class(weight: Tensor, labels: Tensor, alpha: float) -> tuple[Ten
         (tensor(1.3333), tensor(0))
     """
     _check(weight, labels)
-    units = normalise(at_least_float32(weight))
+    units = unit_vectors(at_least_float32(weight))
     own, mean = units[labels], units.mean(0)
     m = len(own)
     # Squared chords of unit vectors, of which the products add up to those of the sums.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies
+from hypersphere.energy.chords import scales, unit_vectors
 from hypersphere.energy.compressive import START_RATE
 from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
@@ -208,7 +209,7 @@ def _starts(
         given, dtype = torch.empty(0, n, d, dtype=torch.float64, device=device), torch.float64
     source = "cpu" if generator is None else generator.device
     drawn = torch.randn(restarts, *given.shape[1:], generator=generator, dtype=dtype, device=source).to(device)
-    return normalise(torch.cat([given, drawn]))
+    return unit_vectors(torch.cat([given, drawn]))
 
 
 def _member(s: float, half_space: bool, beta: Tensor | None, energy: str | Regulariser | None) -> Regulariser | None:
@@ -269,8 +270,9 @@ def refine(weight: Tensor, steps: int = 100, **options: Any) -> Tensor:
         True
     """
     rows = at_least_float32(weight.detach()).flatten(1)
+    scale = scales(rows)
     found = minimise(rows, steps=steps, **options).points
-    return (found * rows.norm(dim=1, keepdim=True)).view(weight.shape).to(weight.dtype)
+    return (found * ((rows * scale).norm(dim=1, keepdim=True) / scale)).view(weight.shape).to(weight.dtype)
 
 
 def prototypes(

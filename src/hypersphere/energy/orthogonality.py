@@ -2,7 +2,8 @@ r"""Orthogonality of neurons as a regulariser, and what has been called that.
 
 Published weights of these terms are around 1e-5 for all layers (srip is tuned to the task), but the default weight is
 1 as everywhere. Rows that are zero do not count: padding cannot be told from a neuron that died. Where there are more
-neurons n than inputs d, products of inputs ``(d, d)`` give what products of neurons ``(n, n)`` would.
+neurons n than inputs d, products of inputs ``(d, d)`` give what products of neurons ``(n, n)`` would. A value that is
+larger than any number of its type is infinite and has no gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.energy.base import Regulariser, energies
-from hypersphere.energy.chords import present
+from hypersphere.energy.chords import present, scales, unit_vectors
 from hypersphere.energy.layers import Neurons
 from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Softplus
@@ -61,15 +62,27 @@ class _Orthogonality(Regulariser):
         """Whether the lengths of kernels count."""
         return not self.normalised
 
-    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
-        """Squared deviation ``(b,)`` of kernels ``(b, n, d)``, of which ``valid`` ``(b, n)`` are not zero."""
+    def _deviation(self, kernels: Tensor, scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Of what the Frobenius norm is the deviation ``(b, ...)``, and what adds to its square ``(b,)``.
+
+        Args:
+            kernels: ``(b, n, d)``, times ``scale``.
+            scale: Power of two, at most 1, for each matrix ``(b, 1, 1)``, with which no product overflows.
+            valid: Which of the kernels are not zero ``(b, n)``.
+        """
         raise NotImplementedError
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
-        """Penalty of each matrix of a batch."""
+        """Penalty of each matrix of a batch; infinite where it is larger than any number of its type."""
         valid = present(vectors).to(vectors.dtype)
-        squared = self._deviation(normalise(vectors) if self.normalised else vectors, valid)
-        return squared if self.squared else safe_sqrt(squared)
+        kernels = unit_vectors(vectors) if self.normalised else vectors
+        scale = scales(kernels, (1, 2)).clamp(max=1)
+        deviation, more = self._deviation(kernels * scale, scale, valid)
+        if self.squared:
+            return deviation.square().sum((1, 2)) + more
+        # The square may be no number of this type where the root is one.
+        fit = scales(deviation, (1, 2)).clamp(max=2.0**50).view(-1)
+        return safe_sqrt((deviation * fit.view(-1, 1, 1)).square().sum((1, 2)) + more * fit * fit) / fit
 
     def extra_repr(self) -> str:
         """The options."""
@@ -87,13 +100,13 @@ class Orthonormal(_Orthogonality):
         tensor(25.)
     """
 
-    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+    def _deviation(self, kernels: Tensor, scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | float]:
         n, d = kernels.shape[-2:]
         if n <= d:
-            return (kernels @ kernels.mT - torch.diag_embed(valid)).square().sum((1, 2))
+            return (kernels @ kernels.mT - torch.diag_embed(valid) * scale * scale) / scale / scale, 0.0
         eye = torch.eye(d, dtype=kernels.dtype, device=kernels.device)
         # The products of inputs have the same eigenvalues but for zeros.
-        return (kernels.mT @ kernels - eye).square().sum((1, 2)) + (valid.sum(1) - d)
+        return (kernels.mT @ kernels - eye * scale * scale) / scale / scale, valid.sum(1) - d
 
 
 @energies.register("orthogonal")
@@ -107,12 +120,15 @@ class Orthogonal(_Orthogonality):
         tensor(8.)
     """
 
-    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+    def _deviation(self, kernels: Tensor, scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | float]:
         n, d = kernels.shape[-2:]
         if n <= d:
             own = torch.eye(n, dtype=torch.bool, device=kernels.device)
-            return (kernels @ kernels.mT).masked_fill(own, 0.0).square().sum((1, 2))
-        return (kernels.mT @ kernels).square().sum((1, 2)) - kernels.square().sum(2).square().sum(1)
+            return (kernels @ kernels.mT).masked_fill(own, 0.0) / scale / scale, 0.0
+        fit = scales(kernels, (1, 2))
+        kernels, scale = kernels * fit, scale * fit
+        squared = (kernels.mT @ kernels).square().sum((1, 2)) - kernels.square().sum(2).square().sum(1)
+        return safe_sqrt(squared).view(-1, 1, 1) / scale / scale, 0.0
 
 
 @energies.register("srip")
@@ -155,22 +171,22 @@ class SRIP(_Orthogonality):
         check_choice("start", start, ("sine", "ones"))
         self.iterations, self.start = iterations, start
 
-    def _deviation(self, kernels: Tensor, valid: Tensor) -> Tensor:
+    def _deviation(self, kernels: Tensor, scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | float]:
         v = valid
         if self.start == "sine":
             places = torch.arange(1, kernels.shape[1] + 1, dtype=torch.float64, device=kernels.device)
             v = valid * places.square().sin().to(kernels.dtype)
         v = v.unsqueeze(2)
         for _ in range(self.iterations):
-            v = normalise(kernels @ (kernels.mT @ v) - v, dim=1)
-        return (kernels @ (kernels.mT @ v) - v).square().sum((1, 2))
+            v = normalise(kernels @ (kernels.mT @ v) - scale * scale * v, dim=1)
+        return (kernels @ (kernels.mT @ v) - scale * scale * v) / scale / scale, 0.0
 
     def objective(self, vectors: Tensor, power: float = math.inf) -> Tensor:
         r"""The singular value itself, at a finite power p a smooth form of it, :math:`(\sum_k |\lambda_k|^p)^{1/p}`.
 
         Few iterations find no more than a part of it, and the points that make that part least leave the rest as it is.
         """
-        kernels = normalise(vectors) if self.normalised else vectors
+        kernels = unit_vectors(vectors) if self.normalised else vectors
         gram = kernels @ kernels.mT - torch.diag_embed(present(vectors).to(kernels.dtype))
         sizes = torch.linalg.eigvalsh(gram).abs()
         largest = sizes.amax(1)
@@ -230,7 +246,7 @@ class CosineSum(Regulariser):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Sum of cosines of each matrix of a batch."""
-        return normalise(vectors).sum(1).square().sum(1) - present(vectors).sum(1)
+        return unit_vectors(vectors).sum(1).square().sum(1) - present(vectors).sum(1)
 
 
 __all__ = ["SRIP", "CosineSum", "OrthoReg", "Orthogonal", "Orthonormal"]

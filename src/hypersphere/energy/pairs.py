@@ -121,7 +121,7 @@ def _pair_sums(
     vectors = vectors.contiguous()
     fused: Any = chords.fused(vectors)
     served = fused is not None and fused.usable(vectors, potential, beta)
-    units, inverse = (fused if served else _THIS).directions(vectors, eps)
+    units, inverse = directions(vectors, eps, look=True)
     valid = (inverse != 0).squeeze(2).to(vectors.dtype)
     gaps = eps * inverse.square() if eps else None
     with full_precision(vectors):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import hardtanh
 
 from hypersphere.energy.base import Regulariser, energies, gather
-from hypersphere.energy.chords import FLOOR, present, smooth_chords
+from hypersphere.energy.chords import FLOOR, present, scales, smooth_chords, unit_vectors
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
@@ -52,7 +52,7 @@ def nearest(vectors: Tensor, half_space: bool = False) -> tuple[Tensor, Tensor, 
         >>> nearest(torch.tensor([[[1.0, 0.0], [0.8, 0.6], [-1.0, 0.1]]]), half_space=True)[0]
         tensor([[2, 0, 0]])
     """
-    units, valid = normalise(vectors), present(vectors)
+    units, valid = unit_vectors(vectors), present(vectors)
     batch, n, _ = units.shape
     indices = torch.zeros(batch, n, dtype=torch.int64, device=units.device)
     found = torch.zeros_like(units[..., 0])
@@ -82,7 +82,7 @@ class _Spread(Regulariser):
 
     def _neighbours(self, vectors: Tensor, role: str) -> tuple[Tensor, Tensor, Tensor]:
         """Directions ``(b, n, d)``, their nearest neighbours, and which of them count ``(b, n)``."""
-        units = normalise(vectors)
+        units = unit_vectors(vectors)
         indices, signs, counted = nearest(vectors, self._half(role))
         found = units.gather(1, indices.unsqueeze(2).expand_as(units)) * signs.unsqueeze(2)
         return units, found, counted
@@ -105,7 +105,7 @@ def _soft_chords(vectors: Tensor, half_space: bool, power: float) -> tuple[Tenso
     Returns:
         ``(b, n)``, 1 where there is no other; and which rows have a neighbour.
     """
-    units, valid = normalise(vectors), present(vectors)
+    units, valid = unit_vectors(vectors), present(vectors)
     places = torch.arange(units.shape[1], device=units.device)
     q, p = smooth_chords(units, units, own=places, mirrored=half_space)
     q = q if p is None else torch.minimum(q, p)
@@ -380,7 +380,7 @@ class MGD(_Spread):
         q = 2 - 2 * units @ units.mT
         pairs = valid.unsqueeze(1) & valid.unsqueeze(2)
         # A row without direction gets a 1 on the diagonal, which the determinant does not notice.
-        rest = torch.diag_embed(torch.where(valid, self.jitter, 1.0).double())
+        rest = torch.diag_embed(torch.where(valid, self.jitter, torch.ones((), dtype=torch.float64, device=q.device)))
         kernels = [torch.where(pairs, (-self.sharpness * q).exp(), 0.0)]
         if self._half(role):
             # With mirror images K is [[A, B], [B, A]], whose determinant is that of A + B times that of A - B.
@@ -425,7 +425,10 @@ class RelaxedMHP(Regulariser):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Norm of the sum of each matrix of a batch."""
-        return norm((normalise(vectors) if self.normalised else vectors).sum(1))
+        if self.normalised:
+            return norm(unit_vectors(vectors).sum(1))
+        scale = scales(vectors, (1, 2))
+        return norm((vectors * scale).sum(1)) / scale.view(-1)
 
     def extra_repr(self) -> str:
         """The options."""
@@ -518,7 +521,7 @@ class _Poles(_Spread):
         return self._with_state(gather(matrices), role, states)
 
     def _with_state(self, vectors: Tensor, role: str, states: Sequence[Tensor]) -> Tensor:
-        units, valid = normalise(vectors), present(vectors)
+        units, valid = unit_vectors(vectors), present(vectors)
         half_space = self._half(role)
         with torch.no_grad():
             poles, momenta = (gather([state[part].unsqueeze(1) for state in states]) for part in (0, 1))
@@ -555,7 +558,7 @@ class _Poles(_Spread):
         At a finite power a smooth maximum over the places found, :math:`\frac1p \log \sum_k \exp(p f_k)`. The poles of
         training play no part and stay as they are.
         """
-        units, valid = normalise(vectors), present(vectors)
+        units, valid = unit_vectors(vectors), present(vectors)
         climbs = 3 * CLIMBS if power == math.inf else CLIMBS
         values, _ = self._at_places(units, valid, self._worst_places(units.detach(), valid, climbs))
         if power == math.inf:
@@ -741,7 +744,7 @@ def alignment(x: Tensor, y: Tensor, alpha: float = 2.0) -> Tensor:
     check_range("alpha", alpha, 0, open_low=True)
     if x.shape != y.shape or x.dim() != 2:
         raise ArgumentError("y", f"must have the shape (n, d) of x, got {tuple(y.shape)} for {tuple(x.shape)}")
-    squared = (normalise(at_least_float32(x)) - normalise(at_least_float32(y))).square().sum(1)
+    squared = (unit_vectors(at_least_float32(x)) - unit_vectors(at_least_float32(y))).square().sum(1)
     return (squared if alpha == 2 else safe_sqrt(squared).pow(alpha)).mean()
 
 
@@ -788,7 +791,7 @@ def hyperspherical_uniformity_gap(
         >>> hyperspherical_uniformity_gap(torch.eye(3), torch.eye(3), torch.tensor([0, 1, 2]))
         tensor(0.5000)
     """
-    z, p = normalise(at_least_float32(features)), normalise(at_least_float32(prototypes.detach()))
+    z, p = (unit_vectors(at_least_float32(x)) for x in (features, prototypes.detach()))
     distances = _chord(z, p[labels])
     ones = torch.ones_like(distances)
     counts, sums = (distances.new_zeros(len(p)).index_add(0, labels, values) for values in (ones, distances))
