@@ -56,6 +56,15 @@ def falls_with_the_angle(name: str) -> None:
 
 
 @CONTRACT.check
+def can_be_transformed(name: str) -> None:
+    """``torch.func`` finds first and second derivatives, at angles and at cosines, of all and of each."""
+    theta = INSIDE[3:-3:12]
+    for g in members(name):
+        numeric.transforms(g, theta, what=f"{g} at angles")
+        numeric.transforms(g.of_cosine, theta.cos(), what=f"{g} at cosines")
+
+
+@CONTRACT.check
 def is_the_same_on_angles_and_cosines(name: str) -> None:
     """The value at cosines is the value at their angles."""
     for g in members(name):
