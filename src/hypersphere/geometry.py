@@ -23,8 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from hypersphere.errors import ArgumentError, check_range
@@ -238,13 +236,6 @@ def in_forward_mode() -> bool:
 def transformed() -> bool:
     """Whether ``torch.func`` or forward mode is at work, which look into plain operations only."""
     return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or in_forward_mode())
-
-
-def vmapped() -> bool:
-    """Whether ``torch.func.vmap`` is at work, in which a head sees the samples of its batch one by one."""
-    if not transformed():
-        return False
-    return any(i.key() == TransformType.Vmap for i in retrieve_all_functorch_interpreters())
 
 
 def arccos_slope(cosines: Tensor) -> Tensor:

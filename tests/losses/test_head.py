@@ -1231,7 +1231,6 @@ def test_what_a_head_shows(name, options, words):
         ("curricularface", {}, r"^features must be a whole batch where a head in training keeps means of them"),
         ("center", {}, r"^features must be a whole batch where a head in training keeps means of them"),
         ("a-softmax", {"gradient": "caffe"}, r"^gradient 'caffe' divides the weights by their norms in place"),
-        ("cosface", {"rotation": "cayley"}, r"^rotation has derivatives by torch\.autograd and torch\.func\.grad only"),
     ],
 )
 def test_what_transforms_cannot_do_says_what_to_use(name, options, message):
@@ -1246,6 +1245,27 @@ def test_what_transforms_cannot_do_says_what_to_use(name, options, message):
         torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(named, features(), Y)
     for key, value in head.state_dict().items():
         assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.parametrize("method", ["solve", "newton"])
+def test_a_rotated_head_has_gradients_of_each_sample(method):
+    rotation = hs.losses.rotation.ClassRotation(6, hs.orthogonal.create("cayley", method=method))
+    head = MarginSoftmax(6, 5, s=8.0, psi="additive-cosine", m=0.2, rotation=rotation).double()
+    with torch.no_grad():
+        head.rotation.free.normal_(std=0.3)
+        if method == "newton":
+            rotation.carried.copy_(rotation.map.warm_start(rotation.free))
+    state = copy.deepcopy(head.state_dict())
+    x = features(dtype=torch.float64)
+
+    def loss(free, x, y):
+        return torch.func.functional_call(head, {"rotation.free": free}, (x[None], y[None]))
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(head.rotation.free.detach(), x, Y)
+    assert all(torch.equal(value, state[key]) for key, value in head.state_dict().items())
+    for index, found in enumerate(each):
+        one = head(x[index : index + 1], Y[index : index + 1])
+        torch.testing.assert_close(found, torch.autograd.grad(one, head.rotation.free)[0], rtol=1e-7, atol=1e-9)
 
 
 def test_a_penalty_on_the_gradient_trains_through_the_chunked_path():

@@ -860,6 +860,58 @@ def test_a_report_shows_what_is_no_number(options):
     assert "nan" in str(report)
 
 
+def adapted(model, **options):
+    """With an adapter that is not the identity."""
+    hs.orthogonal.adapt(model, **{"block_size": 4, **options})
+    for name, p in model.named_parameters():
+        if ".adapters." in name:
+            nn.init.normal_(p, std=0.2)
+    return model
+
+
+TRANSFORMED = {
+    "whole": hs.orthogonal.apply,
+    "warm": lambda model: hs.orthogonal.apply(model, method="newton"),
+    "blocks": lambda model: hs.orthogonal.apply(model, blocks=2),
+    "sampled": lambda model: hs.orthogonal.apply(model, sample=0.5, seed=0),
+    "both sides": lambda model: hs.orthogonal.poet(model, block=4),
+    "measured": lambda model: hs.orthogonal.apply(model, "exponential", start="normal", seed=0),
+    "oft": adapted,
+    "by inputs": lambda model: adapted(model, input_centric=True, rescale=True),
+    "butterfly": lambda model: adapted(model, method="boft", butterfly=2),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_rotated_models_can_be_transformed(name):
+    """Gradients of each sample and products with the Hessian are those of loops and of double backward."""
+    model = TRANSFORMED[name](mlp(8, 8, 8, 3)).double()
+    x, y = torch.randn(4, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    names, values = tuple(trained), tuple(p.detach().clone() for p in trained.values())
+    along = tuple(torch.randn_like(value) for value in values)
+    kept = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def loss(values, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,)), y)
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(values, x.unsqueeze(1), y.unsqueeze(1))
+    curved = torch.func.jvp(lambda *v: torch.func.grad(loss)(v, x, y), values, along)[1]
+    assert all(torch.equal(value, kept[key]) for key, value in model.state_dict().items())
+    assert all(rotation._computed is None for _, rotation in hs.orthogonal.rotations(model))
+    model.eval()  # from the start, as what is transformed is
+    for index in range(4):
+        one = torch.autograd.grad(
+            F.cross_entropy(model(x[index : index + 1]), y[index : index + 1]), list(trained.values())
+        )
+        for found, wanted in zip(each, one, strict=True):
+            torch.testing.assert_close(found[index], wanted, rtol=1e-7, atol=1e-9)
+    slopes = torch.autograd.grad(F.cross_entropy(model(x), y), list(trained.values()), create_graph=True)
+    twice = torch.autograd.grad(sum((s * a).sum() for s, a in zip(slopes, along, strict=True)), list(trained.values()))
+    for found, wanted in zip(curved, twice, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+
+
 def test_activations_may_be_recomputed():
     """Checkpointing runs layers again in the backward pass, when the forward pass of the model is over."""
     from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.geometry import at_least_float32, in_forward_mode, vmapped
+from hypersphere.geometry import at_least_float32, transformed
 from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create
 
@@ -56,11 +56,8 @@ class ClassRotation(nn.Module):
     @property
     def matrix(self) -> Tensor:
         """R, ``(D, D)`` in float32 or wider; the identity at the start."""
-        if vmapped() or in_forward_mode():
-            why = "has derivatives by torch.autograd and torch.func.grad only, not under vmap or in forward mode"
-            raise ArgumentError("rotation", f"{why}: take those, or a head without one whose weight is class_vectors")
         free = at_least_float32(self.free)
-        if self.carried is not None and self.training and torch.is_grad_enabled():
+        if self.carried is not None and self.training and torch.is_grad_enabled() and not transformed():
             found, carried = self.map.refine(free, at_least_float32(self.carried))
             with torch.no_grad():
                 self.carried.copy_(carried)

@@ -404,15 +404,19 @@ def orthonormalise(P: Tensor, N: Tensor | None = None, refinements: int = 2) -> 
         tensor([[ 0.6000, -0.8000],
                 [ 0.8000,  0.6000]])
     """
-    return _by_qr(P) if transformed() and N is None else _Orthonormalise.apply(P, N, refinements)
+    return _by_qr(P, N) if transformed() else _Orthonormalise.apply(P, N, refinements)
 
 
-def _by_qr(P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by torch's operations, for matrices of full rank."""
+def _by_qr(P: Tensor, N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's operations, for matrices of full rank, with the signs of ``N`` and no refinement of it."""
     Q, T = torch.linalg.qr(P)
     signs = torch.where(T.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(P.dtype)
     Q = Q * signs.unsqueeze(-2)
-    return Q, (T * signs.unsqueeze(-1)).detach(), torch.linalg.det(Q.detach()).sign()
+    T = (T * signs.unsqueeze(-1)).detach()
+    if N is None:
+        return Q, T, torch.linalg.det(Q.detach()).sign()
+    signs = torch.where(N.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(P.dtype).unsqueeze(-2)
+    return Q * signs, torch.linalg.solve_triangular(T, eye(T).expand_as(T), upper=True) * signs, P.new_empty(0)
 
 
 def reflections(V: Tensor) -> Tensor:
@@ -450,7 +454,7 @@ class _Sylvester(torch.autograd.Function):
     def forward(H: Tensor, C: Tensor, V: Tensor | None, sigma: Tensor | None, steps: int, ratio: float) -> Tensor:
         with _exact(C):
             if V is None or sigma is None:
-                found = _conjugate_gradients if sylvester_steps(ratio) <= 5 * steps else _sign_iteration
+                found = _conjugate_gradients if sylvester_steps(ratio, C.dtype) <= 5 * steps else _sign_iteration
                 return found(H, C, steps, ratio)
             sums = sigma.unsqueeze(-1) + sigma.unsqueeze(-2)
             dead = sums <= 10 * torch.finfo(C.dtype).eps * sigma.amax(-1, keepdim=True).unsqueeze(-1)
@@ -481,7 +485,7 @@ def _conjugate_gradients(H: Tensor, C: Tensor, steps: int, ratio: float) -> Tens
         return torch.where(b > 0, a / torch.where(b > 0, b, 1), 0)
 
     K, residual, direction, squared = torch.zeros_like(C), C, C, _squared(C)
-    for _ in range(sylvester_steps(ratio)):
+    for _ in range(sylvester_steps(ratio, C.dtype)):
         half = H @ direction
         image = half - half.mT
         step = quotient(squared, (direction * image).sum((-2, -1), keepdim=True))
@@ -569,8 +573,8 @@ _NEAR = (0.5, 1.5)
 """Range of the singular values that are taken as they are."""
 
 
-def _newton_schulz(P: Tensor, steps: int, scale: str) -> Tensor:
-    """Cubic steps, each scaled by what is known of the range of the singular values."""
+def _newton_schulz(P: Tensor, steps: int, scale: str, more: int = 0) -> Tensor:
+    """Cubic steps, each scaled by what is known of the range of the singular values, and ``more`` at the end."""
     if scale == "none":
         X, (low, high) = P, _NEAR
     else:
@@ -578,7 +582,7 @@ def _newton_schulz(P: Tensor, steps: int, scale: str) -> Tensor:
         size = spectral_norm(X) if scale == "spectral" else _squared(X).sqrt()
         X = X / size.clamp(min=torch.finfo(P.dtype).tiny)
         low, high = 1 / reach(steps, P.dtype), ABOVE if scale == "spectral" else 1.0
-    for c in cubic_scales(steps, low, high):
+    for c in cubic_scales(steps + more, low, high):
         X = _polished(X, "ieee", c)
     return X
 
@@ -614,17 +618,18 @@ def reach(steps: int, dtype: torch.dtype) -> float:
     return 4.0 * 2.52 ** max(steps - 5 - (dtype == torch.float64), -1)
 
 
-def sylvester_steps(ratio: float) -> int:
+def sylvester_steps(ratio: float, dtype: torch.dtype) -> int:
     r"""Conjugate gradient steps of a polar backward pass, for singular values in this ratio.
 
-    A step divides the error by :math:`(\sqrt{ratio} + 1) / (\sqrt{ratio} - 1)`.
+    To an error of 1e-6 in float32 and of 1e-12 in float64. A step divides it by
+    :math:`(\sqrt{ratio} + 1) / (\sqrt{ratio} - 1)`.
 
     Example:
-        >>> sylvester_steps(3.0), sylvester_steps(10.0)
+        >>> sylvester_steps(3.0, torch.float32), sylvester_steps(10.0, torch.float32)
         (12, 23)
     """
     root = math.sqrt(ratio)
-    return math.ceil(math.log(2e6) / math.log((root + 1) / (root - 1)))
+    return math.ceil(math.log(2e12 if dtype == torch.float64 else 2e6) / math.log((root + 1) / (root - 1)))
 
 
 def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectral") -> Tensor:
@@ -647,7 +652,8 @@ def polar(P: Tensor, method: str = "svd", steps: int = 10, scale: str = "spectra
     """
     if transformed():
         # Its iterations are differentiable as they are; a singular value decomposition is not where two are equal.
-        return _newton_schulz(P, steps, scale) if method == "newton-schulz" else _newton_polar(P, max(steps, 12))
+        # Their derivatives converge a little later.
+        return _newton_schulz(P, steps, scale, 2) if method == "newton-schulz" else _newton_polar(P, max(steps, 12))
     return _Polar.apply(P, method, steps, scale)[0]
 
 
@@ -750,10 +756,7 @@ class _Givens(torch.autograd.Function):
 
     @staticmethod
     def forward(angles: Tensor) -> Tensor:
-        R = eye(angles).expand_as(angles)
-        for cosines, sines, partner in _stages(angles):
-            R = _rotate(R, cosines, sines, partner)
-        return R.clone() if R.shape[-1] == 1 else R
+        return _turned(angles)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -785,6 +788,14 @@ def _stages(angles: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     angle = torch.where(paired, angles[..., torch.minimum(axis, partner), torch.maximum(axis, partner)], 0)
     cosines, sines = angle.cos(), angle.sin() * torch.where(axis < partner, 1, -1)
     return list(zip(cosines.unbind(-2), sines.unbind(-2), partner.unbind(0), strict=True))
+
+
+def _turned(angles: Tensor) -> Tensor:
+    """The identity, turned stage by stage."""
+    R = eye(angles).expand_as(angles)
+    for cosines, sines, partner in _stages(angles):
+        R = _rotate(R, cosines, sines, partner)
+    return R.clone() if R.shape[-1] == 1 else R
 
 
 def _rotate(R: Tensor, cosines: Tensor, sines: Tensor, partner: Tensor) -> Tensor:

@@ -443,6 +443,9 @@ class Loewdin(Map):
     method: str = "svd"
     steps: int | None = None
     scale: str = "spectral"
+    contract: ClassVar[Mapping[str, Any]] = {
+        "variants": ({"method": "newton"}, {"method": "newton-schulz", "steps": 16})
+    }
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, ("svd", "newton", "newton-schulz"))
