@@ -183,6 +183,17 @@ def test_cap(retraction):
         torch.testing.assert_close(steps, wanted, rtol=0, atol=1e-9)
     still = cayley_step(U, 0 * F, 1.0, cap=0.8, **options)
     assert torch.equal(still, U)
+    with_digits, long = (cayley_step(U.float(), size * F.float(), 1.0, cap=0.8, **options) for size in (1e3, 1e25))
+    torch.testing.assert_close(long, with_digits)
+
+
+@pytest.mark.parametrize("d", [5, 8, 33])
+def test_a_long_exact_step_is_orthogonal_in_float32(d):
+    U, F = matrices(d), random(d, d)
+    F = F * 500 / np.linalg.norm(skew_of(U.numpy(), F.numpy()), 2)
+    step = cayley_step(U.float(), F.float(), 1.0)
+    assert error(step.double()) < 1e-6
+    torch.testing.assert_close(step.double(), cayley_step(U, F, 1.0), rtol=0, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ the optimiser

@@ -719,6 +719,24 @@ def test_every_kind_of_base_has_the_gradient_of_float64(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+def test_dynamic_layers_can_be_transformed():
+    torch.manual_seed(0)
+    layer = stir(adapt(dynamic(torch.qint8)()[0], block_size=8), 0.3)
+    free, x = layer.adapters.default.free, torch.randn(3, 16)
+
+    def loss(free, x):
+        return torch.func.functional_call(layer, {"adapters.default.free": free}, (x,)).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(free.detach(), x.unsqueeze(1))
+    along = torch.randn_like(free)
+    slope = torch.func.jvp(lambda free: loss(free, x), (free.detach(),), (along,))[1]
+    for index, found in enumerate(each):
+        (wanted,) = torch.autograd.grad(layer(x[index : index + 1]).sum(), free)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(slope, (each.sum(0) * along).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
 def test_quantised_layers_that_pass_no_gradient_are_refused():
     model = nn.Sequential(torch.ao.quantization.QuantStub(), nn.Linear(16, 24)).eval()
     model.qconfig = torch.ao.quantization.get_default_qconfig("fbgemm")

@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import exact_products, full_precision
+from hypersphere.orthogonal.algebra import frobenius, polished
 from hypersphere.orthogonal.maps import orthogonality_error
 
 FORMS = ("sgd", "adam", "adamw")
@@ -49,7 +50,8 @@ def cayley_step(
         U: Orthogonal matrices, ``(..., d, d)``, in float32 or float64.
         F: Gradients of the loss by ``U``, of the same shape.
         lr: Step size a, a number or a tensor without dimensions.
-        retraction: ``"exact"``, to the precision of the type, or ``"fixed-point"``.
+        retraction: ``"exact"``, to the precision of the type (in float32 up to ``a * ||W||`` of 1,000), or
+            ``"fixed-point"``.
         iterations: Number T of fixed-point iterations.
         cap: Largest ``a * ||W||_F`` of a step, in radians about the largest rotation angle; a is lowered to it.
             ``None``: no limit. The fixed-point iteration needs one, below 2.
@@ -326,11 +328,13 @@ def _retract(
 ) -> Tensor:
     """A step from U along W; ``motion`` is ``W U``."""
     if cap is not None:
-        lr = (cap / (torch.linalg.matrix_norm(W, keepdim=True) + 1e-8)).clamp(max=lr)
+        lr = (cap / (frobenius(W) + 1e-8)).clamp(max=lr)
     if retraction == "exact":
         # (I - K)^-1 (I + K) U = U + (I - K)^-1 2 K U rounds what is added alone: no drift in float32. |K|_2 is at most
         # |K|_F / sqrt(2), the singular values of a skew matrix being pairs.
-        return U + _solve(0.5 * lr * W, lr * motion, math.inf if cap is None else cap / math.sqrt(8))
+        U = U + _solve(0.5 * lr * W, lr * motion, math.inf if cap is None else cap / math.sqrt(8))
+        # A long step costs the solve digits.
+        return U if cap is not None else torch.where(frobenius(lr * W) > 1, polished(U), U)
     Y = U + lr * motion
     for _ in range(iterations):
         Y = U + 0.5 * lr * (W @ (U + Y))

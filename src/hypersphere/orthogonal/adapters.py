@@ -37,7 +37,7 @@ from torch.nn.utils import parametrize
 
 from hypersphere import neurons, selection
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_count, check_range
-from hypersphere.geometry import at_least_float32
+from hypersphere.geometry import at_least_float32, transformed
 from hypersphere.neurons import Layout, is_linear, is_ordinary
 from hypersphere.orthogonal.maps import Map, create
 from hypersphere.orthogonal.rotation import Rotation
@@ -255,7 +255,7 @@ class Adapters(nn.ModuleDict):
         """Hook after it: scale the outputs."""
         adapter = self.working(input_centric=True)
         if adapter is not None and _is_dynamic(layer):
-            output = _Dequantised.apply(args[0] if args else next(iter(kwargs.values())), output.detach(), layer)
+            output = _dequantised(args[0] if args else next(iter(kwargs.values())), output.detach(), layer)
         if adapter is None or adapter.log_scale is None:
             return output
         bias: Any = getattr(layer, "bias", None)
@@ -279,6 +279,14 @@ class _Dequantised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] @ ctx.layer.weight().dequantize().to(grads[0]), None, None
+
+
+def _dequantised(x: Tensor, outputs: Tensor, layer: Any) -> Tensor:
+    """The outputs, with that gradient; ``torch.func`` and forward mode get it by a product."""
+    if not transformed():
+        return _Dequantised.apply(x, outputs, layer)
+    products = x @ layer.weight().dequantize().mT.to(x)
+    return outputs + (products - products.detach())
 
 
 def _is_dynamic(layer: nn.Module) -> bool:

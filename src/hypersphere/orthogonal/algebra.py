@@ -203,7 +203,7 @@ def _solved_on_host(W: Tensor) -> Tensor:
     identity = eye(W)
     with _exact(W):
         lu, pivots, _ = torch.linalg.lu_factor_ex(identity - W)
-        R = _polished(torch.linalg.lu_solve(lu, pivots, identity + W))  # a large W costs the solve digits
+        R = polished(torch.linalg.lu_solve(lu, pivots, identity + W))  # a large W costs the solve digits
         bound = 1e-4 / torch.finfo(W.dtype).eps
         lost = frobenius(W) > bound
         if bool(lost.any()):
@@ -211,7 +211,7 @@ def _solved_on_host(W: Tensor) -> Tensor:
             # All of them: I + W = QH with H^2 = I - W^2, so that R = Q^2, a sign that rounding turned included.
             left, _, right = torch.linalg.svd(_unit(identity + W[lost])[0])
             half = left @ right
-            R[lost] = _polished(half @ half)
+            R[lost] = polished(half @ half)
     return R
 
 
@@ -233,7 +233,7 @@ def _solved(W: Tensor) -> Tensor:
     L = _cholesky(identity + W.mT @ W)
     half = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
     X = A.mT @ (half.mT @ half)
-    return _polished(2 * (X + X @ (identity - A @ X)) - identity)  # that product squared the condition number
+    return polished(2 * (X + X @ (identity - A @ X)) - identity)  # that product squared the condition number
 
 
 def _cholesky(S: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class _Cayley(torch.autograd.Function):
             # |X|_F^2 <= d for the inverse, and on the way to it from the new start. Skew: |W|_2^2 <= |W|_F^2 / 2.
             size = torch.hypot(torch.ones_like(W[..., :1, :1]), frobenius(W) / math.sqrt(2))
             X = torch.where(_squared(X) <= 1.5 * W.shape[-1], X, A.mT / size / size)
-            return _polished(torch.add(-identity, X, alpha=2))
+            return polished(torch.add(-identity, X, alpha=2))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
@@ -301,7 +301,7 @@ def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Ten
     return _Cayley.apply(W, nearby, refinements)
 
 
-def _polished(R: Tensor, precision: str = "tf32", scale: float = 1.0) -> Tensor:
+def polished(R: Tensor, precision: str = "tf32", scale: float = 1.0) -> Tensor:
     r"""A nearly orthogonal matrix with its error squared, down to rounding: :math:`R + \tfrac12 R (I - R^TR)`.
 
     Of a small correction few digits will do, so its product is a fast one. With ``scale`` that of ``scale * R``.
@@ -516,7 +516,7 @@ class _Polar(torch.autograd.Function):
             if method == "svd":
                 usable, finite = _finite(P)
                 left, sigma, right = torch.linalg.svd(usable)
-                return torch.where(finite, _polished(left @ right), math.nan), right.mT, sigma
+                return torch.where(finite, polished(left @ right), math.nan), right.mT, sigma
             none = P.new_empty(0)
             found = _newton_polar(P, steps) if method == "newton" else _newton_schulz(P, steps, scale)
             return found, none.clone(), none
@@ -564,7 +564,7 @@ def _newton_polar(P: Tensor, steps: int) -> Tensor:
         inverse = torch.where(usable, inverse, X.mT)
         c = (_squared(inverse) / _squared(X).clamp(min=tiny)) ** 0.25
         X = torch.where(usable, (c * X + inverse.mT / c) / 2, X)
-    return _polished(X)
+    return polished(X)
 
 
 ABOVE = 1.5
@@ -583,7 +583,7 @@ def _newton_schulz(P: Tensor, steps: int, scale: str, more: int = 0) -> Tensor:
         X = X / size.clamp(min=torch.finfo(P.dtype).tiny)
         low, high = 1 / reach(steps, P.dtype), ABOVE if scale == "spectral" else 1.0
     for c in cubic_scales(steps + more, low, high):
-        X = _polished(X, "ieee", c)
+        X = polished(X, "ieee", c)
     return X
 
 
@@ -711,8 +711,8 @@ class _Exponential(torch.autograd.Function):
             for squaring in range(squarings):
                 square = chain[-1] @ chain[-1]
                 # Each doubles the error of the one before.
-                chain.append(_polished(square) if squaring % 8 == 7 else square)
-            R = _polished(chain.pop())
+                chain.append(polished(square) if squaring % 8 == 7 else square)
+            R = polished(chain.pop())
         ctx.save_for_backward(W, *powers, *parts, *chain)
         ctx.degree, ctx.squarings = degree, squarings
         return R.view(W.shape)
