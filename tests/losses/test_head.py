@@ -1281,3 +1281,14 @@ def test_a_penalty_on_the_gradient_trains_through_the_chunked_path():
             found.append({"loss": loss, **gradients(head, loss, x)})
         for key, value in found[0].items():
             torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_a_rotated_head_has_products_with_its_hessian():
+    head = build("cosface", rotation="cayley").double().eval()
+    named = {key: value.detach() for key, value in head.named_parameters()}
+    x, along = features(dtype=torch.float64), features(seed=3, dtype=torch.float64)
+    slope = torch.func.grad(lambda x: torch.func.functional_call(head, named, (x, Y)))
+    change = torch.func.jvp(slope, (x,), (along,))[1]
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(head(leaf, Y), leaf, create_graph=True)
+    torch.testing.assert_close(change, torch.autograd.grad((first * along).sum(), leaf)[0])
