@@ -47,6 +47,41 @@ def test_contrastive_keeps_the_digits_of_near_pairs_of_long_features(norm, one_c
     assert off(gradient, expected) < 1e-5
 
 
+# ------------------------------------------------------------------------------------------------ centres
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize("power", [2.0, 1.0, 0.0])
+@pytest.mark.parametrize(("angle", "tolerance"), [(1e-2, 1e-4), (1e-3, 1e-3), (3e-4, 3e-3), (1e-5, 0.1)])
+def test_the_energy_of_near_centres_has_the_digits_that_directions_leave(path, power, angle, tolerance):
+    """A chord z of directions in float32 has a relative error of some 1e-7 / z, and so has the force."""
+    head = build("sphereface-plus", 16, 6, path=path, energy_power=power)
+    near = at_angle(head.weight[1].detach().double(), torch.tensor(angle, dtype=torch.float64), 1)
+    with torch.no_grad():
+        head.weight[3] = near.float()
+    y = torch.tensor([1, 1, 3, 0])
+    found = head.penalty(hs.losses.Batch.of(torch.ones(4, 16), y)).sum()
+    (gradient,) = torch.autograd.grad(found, head.weight)
+    weight = head.weight.detach().double().requires_grad_()
+    units = torch.nn.functional.normalize(weight, dim=1)
+    chords = (units[y].unsqueeze(1) - units).norm(dim=2)
+    others = torch.arange(6) != y.unsqueeze(1)
+    chords = torch.where(others, chords, 1.0)
+    wanted = (chords**-power if power else -chords.log()).masked_fill(~others, 0).sum() / 5
+    (expected,) = torch.autograd.grad(wanted, weight)
+    assert off(found, wanted) < tolerance and off(gradient, expected) < tolerance
+
+
+def test_the_energy_of_equal_centres_is_finite():
+    for power in (0.0, 2.0, 20.0):
+        head = build("sphereface-plus", 16, 6, energy_power=power)
+        with torch.no_grad():
+            head.weight[3] = head.weight[1]
+        found = head.penalty(hs.losses.Batch.of(torch.ones(2, 16), torch.tensor([1, 0]))).sum()
+        (gradient,) = torch.autograd.grad(found, head.weight)
+        assert bool(found.isfinite()) and bool(gradient.isfinite().all())
+
+
 # ------------------------------------------------------------------------------------------------ types
 
 

@@ -88,6 +88,8 @@ class Negatives:
     """Whether the value is the cosine itself."""
     softmax: ClassVar[bool] = True
     """Reduction: log-sum-exp of the logits, or the sum of :meth:`term` of each."""
+    of_chords: ClassVar[bool] = False
+    """Whether it is given squared chords, which keep the digits of near directions, in place of cosines."""
     needs_target: ClassVar[bool] = False
     """Whether :meth:`parameters` depends on the target cosines."""
 
@@ -370,26 +372,39 @@ class HingeNegatives(Plain):
 
 
 @dataclass(frozen=True)
-class Riesz(Plain):
-    r"""Energy of unit vectors: each pair adds :math:`(2 - 2c)^{-s/2}`, or :math:`-\frac12\log(2 - 2c)` for s = 0."""
+class Riesz(Negatives):
+    r"""Energy of unit vectors: a pair of squared chord q adds :math:`q^{-s/2}`, or :math:`-\frac12\log q` (s = 0).
+
+    Chords at which the directions are no longer told apart count as the least that are, and have no gradient.
+    """
 
     s: float = 2.0
     softmax: ClassVar[bool] = False
+    of_chords: ClassVar[bool] = True
+
+    def value(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
+        """The squared chords, which it is given in place of cosines."""
+        return cosines
+
+    def slope(self, cosines: Tensor, *parameters: Tensor) -> Tensor:
+        """Derivative of squared chords by cosines."""
+        return torch.full_like(cosines, -2.0)
 
     def term(self, logits: Tensor) -> Tensor:
-        """Energy of a pair; equal directions count as slightly apart."""
-        squared = (2 - 2 * logits).clamp(min=self._least(logits))
+        """Energy of a pair at a squared chord."""
+        squared = logits.clamp(min=self._least(logits))
         return -0.5 * squared.log() if self.s == 0 else squared.pow(-self.s / 2)
 
     def term_slope(self, logits: Tensor) -> Tensor:
         """Derivative of the term."""
-        squared = 2 - 2 * logits
-        slope = (self.s or 1.0) * squared.clamp(min=self._least(logits)).pow(-self.s / 2 - 1)
-        return torch.where(squared > self._least(logits), slope, 0.0)
+        least = self._least(logits)
+        slope = (-self.s / 2 or -0.5) * logits.clamp(min=least).pow(-self.s / 2 - 1)
+        return torch.where(logits > least, slope, 0.0)
 
-    @staticmethod
-    def _least(logits: Tensor) -> float:
-        return 8 * torch.finfo(logits.dtype).eps
+    def _least(self, logits: Tensor) -> float:
+        """What rounding leaves of 0, or more where the slope would overflow."""
+        numbers = torch.finfo(logits.dtype)
+        return float(max((4 * numbers.eps) ** 2, numbers.max ** (-0.8 / (self.s / 2 + 1))))
 
 
 def as_column(value: Parameter, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from hypersphere.energy.chords import smooth_chords, squared_chords
 from hypersphere.geometry import at_least_float32, in_float64, norm, normalise, transformed
 from hypersphere.losses.negatives import Negatives, Plain, lookup
 
@@ -137,7 +138,10 @@ def _dense(problem: ClassProblem) -> Statistics:
             rows, angle = _TargetAngles.apply(rows, problem.features, weight, own, problem.unit)
         else:
             angle = target_angles(problem.features, weight[own]).to(units.dtype)
-    cosines = _products_with(units, rows, problem)
+    if rule.of_chords:
+        cosines = smooth_chords(units.unsqueeze(0), rows.unsqueeze(0), own=labels)[0].squeeze(0)
+    else:
+        cosines = _products_with(units, rows, problem)
     logits = scaled(rule.value(cosines, *problem.parameters), problem.scale, problem.offset, problem.bias)
     is_target = torch.arange(cosines.shape[1], device=labels.device) == labels.unsqueeze(1)
     if rule.softmax:
@@ -338,6 +342,14 @@ def _part(values: Tensor | None, chunk: _Chunk) -> Tensor | None:
     return None if values is None else values[chunk.start : chunk.stop]
 
 
+def _compared(problem: ClassProblem, chunk: _Chunk, low_type: torch.dtype | None) -> Tensor:
+    """Products with a chunk's rows, or squared chords."""
+    if not problem.rule.of_chords:
+        return _product(problem.units, chunk.weight.mT, low_type)
+    own, rows = problem.labels - chunk.start, chunk.weight.unsqueeze(0)
+    return squared_chords(problem.units.unsqueeze(0), rows, own=own, look=True)[0].squeeze(0)
+
+
 def _place(labels: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
     """Column of each sample's target in a chunk ``(B, 1)``, and whether it is in it at all ``(B, 1)``."""
     column = (labels - chunk.start).unsqueeze(1)
@@ -420,7 +432,7 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     result = units.new_full((len(units),), float("-inf") if rule.softmax else 0.0)
     totals = torch.zeros_like(result) if problem.total else result.new_empty(0)
     for chunk in _chunks(weight, len(units), problem.subcentres, problem.unit, units.dtype):
-        cosines = _product(units, chunk.weight.mT, low_type)
+        cosines = _compared(problem, chunk, low_type)
         if problem.subcentres > 1:
             cosines = cosines.unflatten(1, (-1, problem.subcentres)).amax(2)
         logits = _logits(cosines, problem, chunk)
@@ -498,7 +510,7 @@ def _class_gradients(
     by_bias = units.new_empty(0) if bias is None else torch.empty_like(bias)
     forward_type, backward_type = (torch.float16, torch.bfloat16) if problem.low else (None, None)
     for chunk in _chunks(weight, len(units), subcentres, problem.unit, units.dtype):
-        products = _product(units, chunk.weight.mT, forward_type)
+        products = _compared(problem, chunk, forward_type)
         cosines, closest = products.unflatten(1, (-1, subcentres)).max(2) if subcentres > 1 else (products, None)
         values = rule.value(cosines, *problem.parameters)
         place = _place(labels, chunk)
