@@ -68,6 +68,17 @@ def _products(*precisions: Any) -> tuple[Any, ...]:
     return before
 
 
+def products_precision() -> str:
+    """How float32 products are rounded on a GPU and on a CPU, in torch's words.
+
+    Example:
+        >>> with exact_products():
+        ...     "tf32" in products_precision()
+        False
+    """
+    return "/".join(map(str, _products()))
+
+
 @contextmanager
 def exact_products(precision: str = "ieee") -> Iterator[None]:
     """Context in which float32 products are not rounded to TF32 or bfloat16, whatever the process allows elsewhere.

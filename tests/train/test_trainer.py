@@ -21,6 +21,7 @@ from hypersphere import recipe, report
 from hypersphere.errors import ArgumentError
 from hypersphere.nn.optimise import decoupled_layers
 from hypersphere.runs import RunError, RunFolder, load_checkpoint, pick_device
+from hypersphere.runs.conditions import differences
 from hypersphere.train import Callback, DivergedError, Interrupted, Trainer
 from hypersphere.train.distributed import World
 from hypersphere.train.optimiser import parameter_groups
@@ -663,3 +664,32 @@ def test_margins_make_digit_classes_tighter_and_further_apart(tmp_path):
         assert margin["mean_angle"] < 0.85 * softmax["mean_angle"], name
         assert margin["min_centre_angle"] > softmax["min_centre_angle"] + 1, name
         assert margin["energy"] < softmax["energy"], name
+
+
+def test_a_run_that_goes_on_under_other_conditions_says_what_differs(tmp_path):
+    chosen, threads = plan(), torch.get_num_threads()
+    with pytest.raises(Interrupted):
+        trainer(tmp_path / "run", chosen, StopAt(9, signal.SIGINT)).fit()
+    run = RunFolder.open(tmp_path / "run")
+    recorded = run.facts()["environment"]
+    assert recorded["threads"] == str(threads) and "deterministic=False" in recorded["flags"]
+    with pytest.raises(Interrupted):  # under the same conditions it says nothing: a warning would be an error here
+        trainer(tmp_path / "run", chosen, StopAt(12, signal.SIGINT)).fit()
+    torch.set_num_threads(threads + 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.warns(UserWarning, match="goes on from step 12 under other conditions") as caught:
+            trainer(tmp_path / "run", chosen).fit()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    said = str(caught[0].message)
+    assert f"threads: {threads} before, {threads + 1} now" in said
+    assert "deterministic=False" in said and "deterministic=True" in said and "processes" not in said
+    assert [one["step"] for one in run.facts()["resumed"]] == [9, 12]
+
+
+def test_an_older_run_without_some_conditions_goes_on():
+    old = {"torch": "2.13.0", "device": "cpu (x86_64)", "threads": "1"}
+    assert differences(old, {**old, "processor": "another", "flags": "deterministic=False"}) == []
+    assert differences(old, {**old, "torch": "2.14.0"}) == ["torch: 2.13.0 before, 2.14.0 now"]

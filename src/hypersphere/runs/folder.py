@@ -7,18 +7,17 @@ import datetime
 import fcntl
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from hypersphere import recipe as recipes
 from hypersphere.recipe import Recipe, RecipeError
 from hypersphere.runs import artefacts
 from hypersphere.runs.artefacts import RunError
+from hypersphere.runs.conditions import differences, environment
 
 CHECKPOINT = "checkpoint"
 """Schema of the tensors of a checkpoint."""
@@ -44,20 +44,6 @@ def atomic_write(path: Path) -> Iterator[IO[str]]:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """What a result may depend on besides the recipe."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "platform": platform.platform(),
-        "device": f"{device.type} ({name})",
-        "threads": str(torch.get_num_threads()),
-        "processes": os.environ.get("WORLD_SIZE", "1"),
-    }
 
 
 def code_version() -> str:
@@ -184,6 +170,23 @@ class RunFolder:
                     f"the plugin {one['name']!r} ({one['path']}) has changed since {self.path} began: go on with it "
                     "as it was, or start a new run"
                 )
+
+    def note_conditions(self, device: torch.device, step: int) -> None:
+        """Note under which conditions the run goes on from a step, and warn where they are not those of before."""
+        facts, now = self.facts(), environment(device)
+        before = (facts.get("resumed") or [facts])[-1]
+        version = code_version()
+        changed = differences(
+            {"version": before["version"], **before.get("environment", {})}, {"version": version, **now}
+        )
+        if changed:
+            warnings.warn(
+                f"{self.path} goes on from step {step} under other conditions ({'; '.join(changed)}): the result will "
+                "not be that of an uninterrupted run bit for bit",
+                stacklevel=2,
+            )
+        noted = {"step": step, "at": _now(), "version": version, "environment": now}
+        self.write_facts(resumed=[*facts.get("resumed", []), noted])
 
     def facts(self) -> dict[str, Any]:
         """What is known about the run."""

@@ -143,6 +143,8 @@ class Trainer:
         self._unmeasured = self.step_number > 0 and self._evaluating() and not measured
         self.world.barrier()
         if self.world.main:
+            if checkpoint is not None:
+                self.run.note_conditions(self.device, self.step_number)
             self.run.rewind(self.step_number)
             self.run.write_facts(status="running", finished=None, **described(self.data))
 
