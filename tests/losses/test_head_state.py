@@ -115,7 +115,7 @@ def test_no_method_that_changes_a_head_is_forgotten():
     reads |= {"margin_logits", "margin_size", "margin_sizes", "path_for", "penalty", "plain_value", "rotated", "slope"}
     reads |= {"rule_parameters", "sample", "sample_loss", "scale", "target_bias", "target_cosines", "rotated_weight"}
     reads |= {"clean", "dominant_weight"}
-    of_a_step = {"compared", "moved"}  # of a batch that was checked: unit vectors for gradient="caffe", running centres
+    of_a_step = {"compared", "make_unit", "moved"}  # of a batch that was checked
     found = set()
     for kind in {type(build(name)) for name in NAMES} | {HeadState, MarginSoftmax}:
         own = (base for base in kind.__mro__ if base.__module__.startswith("hypersphere."))

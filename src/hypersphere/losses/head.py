@@ -90,6 +90,9 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         annealer: Blends the margin in over the first training steps.
         gradient: ``"exact"``, ``"cgd"`` (the margin changes the value, the slope stays that of the cosine) or
             ``"caffe"`` (what the released SphereFace layer computes).
+        weight_gradient: By class weights that are compared by their directions: ``"tangent"``, through the division by
+            their norms, so that it is orthogonal to them; or ``"raw"``, the gradient by unit vectors without that, and
+            a training step sets the weights to unit length first, as the authors' code does.
         class_weights: ``(C,)``; a sample counts by its class' weight, and the mean is the weighted mean (that of soft
             labels is by the number of samples).
         label_smoothing: Share of the target that is spread evenly over all classes, in [0, 1).
@@ -120,6 +123,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     shared_options: ClassVar[tuple[str, ...]] = (
         "annealer",
         "gradient",
+        "weight_gradient",
         "class_weights",
         "label_smoothing",
         "probability_floor",
@@ -133,7 +137,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         "rotation",
     )
     later_options: ClassVar[Mapping[str, Any]] = {
-        **{"rotation": None, "probability_floor": 0.0},
+        **{"rotation": None, "probability_floor": 0.0, "weight_gradient": "tangent"},
         **{"negatives": "plain", "subcentres": 1},
     }
     loss_factor: float = 1.0
@@ -156,6 +160,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         learn_scale: bool = False,
         annealer: LambdaAnnealer | None = None,
         gradient: str = "exact",
+        weight_gradient: str = "tangent",
         class_weights: list[float] | Tensor | None = None,
         label_smoothing: float = 0.0,
         probability_floor: float = 0.0,
@@ -178,6 +183,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             psi=margins.create(psi),
             negatives=rules.create(negatives),
             gradient=gradient,
+            weight_gradient=weight_gradient,
             label_smoothing=label_smoothing,
             probability_floor=probability_floor,
             ignore_index=ignore_index,
@@ -386,7 +392,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         scale = self.s if self.learned_scale is None else f"{float(self.learned_scale.detach()):g} (learned)"
         shown = {"dim": self.dim, "classes": self.classes, "s": scale, **self.details()}
         usual = HeadSpec()
-        for name in ("gradient", "label_smoothing", "probability_floor", "reduction", "sample_rate"):
+        for name in ("gradient", "weight_gradient", "label_smoothing", "probability_floor", "reduction", "sample_rate"):
             if (value := getattr(self.spec, name)) != getattr(usual, name):
                 shown[name] = repr(value)
         if self.class_weights is not None:

@@ -44,6 +44,7 @@ def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False
         >>> sample_losses(Softmax(2, 3), Batch.of(torch.zeros(1, 2), torch.tensor([0])))[0].item()
         1.0986...
     """
+    head.make_unit()
     return _soft(head, batch) if batch.soft else _hard(head, batch, low_precision)
 
 
@@ -63,7 +64,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         head.offset(),
         bias,
         spec.subcentres,
-        unit=spec.unit_weights and not caffe,
+        unit=spec.unit_weights and not head.keeps_unit_weights,
         total=spec.label_smoothing > 0 and not spec.all_logits,
         class_weights=class_weights,
         low=low,
@@ -74,8 +75,11 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         target = _caffe_target(head, batch, found.target, scale, sizes)
     else:
         length = None if spec.unit_weights else found.length
-        angles = None if problem.features is None else found.angle
-        target = target_logits(head, batch, found.target, length, scale, sizes, angles)
+        product, angles = found.target, None if problem.features is None else found.angle
+        if head.keeps_unit_weights:
+            product = _within(product)
+            angles = None if angles is None else _of_product(angles, product)
+        target = target_logits(head, batch, product, length, scale, sizes, angles)
     target, total = target + head.target_bias(batch), found.total
     if spec.all_logits:
         cosines = class_cosines(batch.units, weight, spec.subcentres, problem.unit)
@@ -93,7 +97,9 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of shares of all classes."""
     spec, dtype = head.spec, batch.units.dtype
     scale = head.scale(batch.norms)
-    cosines = class_cosines(batch.units, head.weight, spec.subcentres, spec.unit_weights)
+    raw = head.keeps_unit_weights
+    cosines = class_cosines(batch.units, head.weight, spec.subcentres, spec.unit_weights and not raw)
+    cosines = _within(cosines) if raw else cosines
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
     parameters = head.rule_parameters(batch, sizes, cosines)
     length = None if spec.unit_weights else norm(head.weight.to(dtype))
@@ -110,6 +116,18 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     values = _weighted(head, batch, (negatives, total, target), weights, weights, head.classes)
     loss = (batch.labels * values).sum(1)
     return loss, torch.ones_like(loss)
+
+
+def _within(products: Tensor) -> Tensor:
+    """Products of unit vectors without their rounding beyond +-1, which cuts no gradient."""
+    return products + (products.clamp(-1, 1) - products).detach()
+
+
+def _of_product(angles: Tensor, products: Tensor) -> Tensor:
+    """Angles with all their digits, and the gradient that they have as functions of the products with unit vectors."""
+    exact = angles.detach()
+    sine = exact.sin().clamp(min=torch.finfo(exact.dtype).eps ** 0.5)
+    return exact - (products - products.detach()) / sine
 
 
 def _weighted(

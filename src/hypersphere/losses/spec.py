@@ -11,6 +11,7 @@ from hypersphere.losses.negatives import Negatives, Plain
 from hypersphere.margins import Margin, NoMargin
 
 GRADIENTS = ("exact", "cgd", "caffe")
+WEIGHT_GRADIENTS = ("tangent", "raw")
 REDUCTIONS = ("mean", "sum", "none")
 PATHS = ("auto", "dense", "compiled", "chunked")
 
@@ -37,6 +38,7 @@ class HeadSpec:
         psi: Margin function on the target.
         negatives: Rule of the non-target classes.
         gradient: ``"exact"``, ``"cgd"`` or ``"caffe"``.
+        weight_gradient: ``"tangent"`` or ``"raw"``, of unit weights.
         label_smoothing: Share of the target that is spread evenly over all classes, in [0, 1).
         probability_floor: Added to every probability inside the logarithm, in [0, 1).
         ignore_index: Label of samples that count for nothing.
@@ -64,6 +66,7 @@ class HeadSpec:
     psi: Margin = field(default_factory=NoMargin)
     negatives: Negatives = field(default_factory=Plain)
     gradient: str = "exact"
+    weight_gradient: str = "tangent"
     label_smoothing: float = 0.0
     probability_floor: float = 0.0
     ignore_index: int = -100
@@ -76,6 +79,7 @@ class HeadSpec:
     def __post_init__(self) -> None:
         self._check_scale()
         check_choice("gradient", self.gradient, GRADIENTS)
+        check_choice("weight_gradient", self.weight_gradient, WEIGHT_GRADIENTS)
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("path", self.path, PATHS)
         check_count("subcentres", self.subcentres)
@@ -102,6 +106,8 @@ class HeadSpec:
                 raise ArgumentError(name, f"must be of type {kind.__name__}, got {value!r}")
         if not self.unit_weights and self.gradient == "caffe":
             raise ArgumentError("gradient", "'caffe' needs unit_weights=True: the layer divides by their norms")
+        if not self.unit_weights and self.weight_gradient == "raw":
+            raise ArgumentError("weight_gradient", "'raw' needs unit_weights=True: other weights are not normalised")
         if not self.unit_weights and not isinstance(self.g, Cosine):
             raise ArgumentError("g", "needs unit_weights=True: other functions than the cosine act on directions")
         if not self.unit_weights and not self.negatives.plain:

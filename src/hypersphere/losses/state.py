@@ -86,6 +86,8 @@ class HeadState(nn.Module):
         learned = spec.s if spec.learn_scale else None
         self.learned_scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
         self.register_buffer("class_weights", self._checked_class_weights(class_weights))
+        if spec.weight_gradient == "raw" and (frozen or self.rotates_classes):
+            raise ArgumentError("weight_gradient", "must not be 'raw' for class weights that are not trained")
         weight = torch.empty(classes * spec.subcentres, dim)
         self.weight = nn.Parameter(weight, requires_grad=not (frozen or self.rotates_classes))
         self.bias = nn.Parameter(torch.empty(classes)) if spec.bias else None
@@ -285,15 +287,6 @@ class HeadState(nn.Module):
     def compared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Weights that a batch is compared with, the targets' places among them, biases and class weights."""
         spec, dtype = self.spec, batch.units.dtype
-        if self.imitates_caffe:
-            if transformed():
-                why = "'caffe' divides the weights by their norms in place, which torch.func does not see"
-                raise ArgumentError("gradient", f"{why}: take 'exact' or 'cgd', or call head.eval() before")
-            if torch.compiler.is_compiling():
-                with torch.no_grad():
-                    self.weight.copy_(normalise(self.weight))
-            else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
-                self.weight.data.copy_(normalise(self.weight.data))
         class_weights = None if self.class_weights is None else self.class_weights.to(dtype)
         if not self.training or spec.sample_rate == 1:
             return self.weight, batch.labels, self.class_bias(dtype), class_weights
@@ -312,6 +305,26 @@ class HeadState(nn.Module):
     def imitates_caffe(self) -> bool:
         """Whether the step is that of the released SphereFace layer, which divides its weights by their norms."""
         return self.training and self.spec.gradient == "caffe" and self.spec.unit_weights
+
+    @property
+    def keeps_unit_weights(self) -> bool:
+        """Whether a step sets the weights to unit length and differentiates the products with them as they are."""
+        return self.imitates_caffe or (self.training and self.spec.weight_gradient == "raw")
+
+    def make_unit(self) -> None:
+        """Set the class weights to unit length, in place, where a step takes them as they are."""
+        if not self.keeps_unit_weights:
+            return
+        if transformed():
+            option = "gradient" if self.imitates_caffe else "weight_gradient"
+            other = {"gradient": "'exact' or 'cgd'", "weight_gradient": "'tangent'"}[option]
+            what = f"{getattr(self.spec, option)!r} divides the weights by their norms in place"
+            raise ArgumentError(option, f"{what}, which torch.func does not see: take {other}, or head.eval()")
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                self.weight.copy_(normalise(self.weight))
+        else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
+            self.weight.data.copy_(normalise(self.weight.data))
 
     # -------------------------------------------------------------------------------------------- classes
 
