@@ -150,11 +150,15 @@ def test_gradients_next_to_the_centre_of_a_class_have_their_digits(name, options
     leaf = x.clone().requires_grad_()
     loss = head(leaf, y)
     found = torch.autograd.grad(loss.sum(), [leaf, head.weight])
+    shared = head(leaf, torch.nn.functional.one_hot(y, 7).float())
+    (by_shares,) = torch.autograd.grad(shared.sum(), leaf)
     wanted, by_features, by_weight = reference(head, x.double().requires_grad_(), y, psi)
     torch.testing.assert_close(loss.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     for i in range(len(y)):
         assert off(found[0][i], by_features[i]) < 1e-4, float(angles[i])
+        assert off(by_shares[i], by_features[i]) < 3e-7 / float(angles[i]) + 1e-5, float(angles[i])
     assert off(found[1], by_weight) < 1e-4
+    torch.testing.assert_close(shared, loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])
@@ -188,3 +192,15 @@ def test_compiled_code_has_the_same_digits(path):
         found.append(torch.autograd.grad(call(leaf, y).sum(), [leaf, head.weight]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["arcface", "ga-softmax", "subcenter-arcface"])
+def test_shares_have_finite_gradients_at_the_poles(name):
+    """On a class, opposite to it, and nowhere."""
+    head = build(name, 16, 5).eval()
+    own = head.weight.detach().view(5, -1, 16)[:, 0]
+    shares = torch.softmax(draw(5, 5), 1).float()
+    for x in (own, -own, 0 * own, 1e-30 * own):
+        leaf = x.clone().requires_grad_()
+        for gradient in torch.autograd.grad(head(leaf, shares), [leaf, head.weight]):
+            assert bool(gradient.isfinite().all())

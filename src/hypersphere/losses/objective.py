@@ -14,7 +14,14 @@ from hypersphere.geometry import norm, transformed
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.negatives import Negatives
 from hypersphere.losses.spec import HeadSpec
-from hypersphere.losses.streaming import CHUNK_ELEMENTS, ClassProblem, class_cosines, class_statistics, scaled
+from hypersphere.losses.streaming import (
+    CHUNK_ELEMENTS,
+    ClassProblem,
+    class_angles,
+    class_cosines,
+    class_statistics,
+    scaled,
+)
 from hypersphere.margins import NoMargin
 
 if TYPE_CHECKING:
@@ -103,7 +110,9 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
     parameters = head.rule_parameters(batch, sizes, cosines)
     length = None if spec.unit_weights else norm(head.weight.to(dtype))
-    target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes)
+    takes_angle = spec.psi.takes_angle(**sizes)
+    angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle else None
+    target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, angles)
     if head.bias is not None:
         target = target + head.bias.to(dtype)
     weights = None if head.class_weights is None else head.class_weights.to(dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.energy.chords import smooth_chords, squared_chords
-from hypersphere.geometry import at_least_float32, in_float64, norm, normalise, transformed
+from hypersphere.geometry import at_least_float32, in_float64, norm, normalise, safe_sqrt, transformed
 from hypersphere.losses.negatives import Negatives, Plain, lookup
 
 CHUNK_ELEMENTS = 2**23
@@ -234,6 +234,25 @@ def target_angles(features: Tensor, vectors: Tensor) -> Tensor:
     difference, total = norm(u - v), norm(u + v)
     none = difference + total == 0  # two zero vectors, which meet at pi / 2
     return 2 * torch.atan2(torch.where(none, 1.0, difference), torch.where(none, 1.0, total))
+
+
+def class_angles(units: Tensor, weight: Tensor, subcentres: int = 1) -> Tensor:
+    """Angles of ``(B, D)`` directions with every class, the closest sub-centre of each: ``(B, C)``.
+
+    They come from chords, which near pairs take from differences, and have the digits that directions leave.
+
+    Example:
+        >>> class_angles(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1e-5, 1.0]]))
+        tensor([[1.5708e+00, 1.0000e-05]])
+    """
+    rows = _class_rows(weight, units.dtype, True)
+    near, far = smooth_chords(units.unsqueeze(0), rows.unsqueeze(0), mirrored=True)
+    assert far is not None
+    near, far = near.squeeze(0), far.squeeze(0)
+    if subcentres > 1:
+        near = near.unflatten(1, (-1, subcentres)).min(2).values
+        far = far.unflatten(1, (-1, subcentres)).max(2).values
+    return 2 * torch.atan2(safe_sqrt(near), safe_sqrt(far))
 
 
 def _wide_direction(x: Tensor) -> tuple[Tensor, Tensor]:
