@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hypersphere.energy.layers import Neurons, Selection, select
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.geometry import at_least_float32, full_precision, transformed
 from hypersphere.registry import Registry
 from hypersphere.selection import Output
 
@@ -216,6 +216,12 @@ class Regulariser(nn.Module):
         finally:
             self.train(training)
         return {layer.name: found[layer.name] for layer in selection}
+
+    def _move(self) -> None:
+        """Called before something of its own moves along with a value, which must not be where transforms look on."""
+        if transformed():
+            what = f"{type(self).__name__} in training mode, which moves with every value"
+            raise ArgumentError("target", f"must not be a tensor of torch.func for {what}: call eval() before")
 
     def prepare(self, target: Tensor | nn.Module | Selection) -> None:
         """Create whatever state the value of this target needs (projections, poles), as buffers."""

@@ -157,8 +157,9 @@ def squared_chords(
                     _correct(p, rows, columns, -1, gaps)
         return q, p
     q, p = _exact(rows, columns, mirrored, gaps)
-    for squared in (q,) if p is None else (q, p):
-        _spare(squared, own)
+    if own is not None:
+        spared = own.unsqueeze(-1) == torch.arange(columns.shape[-2], device=q.device)
+        q, p = torch.where(spared, 2.0, q), None if p is None else torch.where(spared, 2.0, p)
     return q, p
 
 

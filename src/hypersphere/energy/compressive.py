@@ -30,7 +30,7 @@ from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.projections import ProjectionBank, uncompiled
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import at_least_float32, full_precision, safe_sqrt
+from hypersphere.geometry import at_least_float32, full_precision, safe_sqrt, transformed
 
 Target: TypeAlias = Tensor | nn.Module | Selection
 
@@ -187,6 +187,10 @@ def descend(
         >>> descend(lambda P: P.square().sum(), torch.ones(2), rate=0.25, steps=2)
         tensor([0.2500, 0.2500])
     """
+    if transformed():  # whose own gradients can be differentiated, by whatever is looked for
+        for _ in range(steps):
+            projections = projections - rate * (torch.func.grad(objective)(projections) + decay * projections)
+        return projections if unroll else projections.detach()
     unroll = unroll and torch.is_grad_enabled()
     with torch.enable_grad():
         projections = projections.detach().requires_grad_()
@@ -574,6 +578,8 @@ class _Moving(_Projected):
     @uncompiled
     def forward(self, target: Target) -> Tensor:
         """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``; never compiled."""
+        if self.training:
+            self._move()
         return super().forward(target)  # the compiler takes no gradient within a loss
 
     @property
@@ -607,7 +613,8 @@ class _Moving(_Projected):
             with torch.no_grad():
                 torch._foreach_copy_(held, list(projections.unbind()))
         if self.unroll_steps:
-            through = self.second_order and vectors.requires_grad  # frozen weights have nothing to differentiate
+            # Frozen weights have nothing to differentiate.
+            through = self.second_order and (vectors.requires_grad or transformed())
             seen = vectors if through else still
             projections = descend(
                 lambda P: self._objective(seen, P), projections, self.rate, self.unroll_steps, unroll=through

@@ -25,6 +25,11 @@ def uncompiled(method: F) -> F:
     return cast(F, found)
 
 
+def untransformed() -> Any:
+    """Context in which torch.func is not at work: for what is drawn, in which no transform has a part."""
+    return torch._C._DisableFuncTorch()
+
+
 KINDS = ("gaussian", "srht", "countsketch")
 """Random matrices by name."""
 
@@ -151,11 +156,12 @@ class ProjectionBank(nn.Module):
         self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype, found: Tensor | None
     ) -> Tensor:
         """A new tensor, drawn, or the one found with another type or device."""
-        if found is None or found.is_meta:
-            value = self._draw(name, torch.empty(*shape, device=device, dtype=dtype))
-        else:
-            value = found.detach().to(device, dtype)
-        return self._hold(name, value)
+        with untransformed():
+            if found is None or found.is_meta:
+                value = self._draw(name, torch.empty(*shape, device=device, dtype=dtype))
+            else:
+                value = found.detach().to(device, dtype)
+            return self._hold(name, value)
 
     def _hold(self, name: str, value: Tensor) -> Tensor:
         if self.learned:
@@ -178,8 +184,9 @@ class ProjectionBank(nn.Module):
         if (seed, number) == self.drawn:
             return
         self.drawn = (seed, number)
-        for name, tensor in (*self.named_buffers(), *self.named_parameters()):
-            self._draw(name, tensor.detach())
+        with untransformed():
+            for name, tensor in (*self.named_buffers(), *self.named_parameters()):
+                self._draw(name, tensor.detach())
 
     def get_extra_state(self) -> Tensor:
         """Seed and number of the last draw, and the calls counted, as a tensor of integers."""

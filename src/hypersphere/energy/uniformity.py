@@ -22,6 +22,7 @@ from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Gaussian, Riesz
+from hypersphere.energy.projections import untransformed
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt
 
@@ -54,8 +55,8 @@ def nearest(vectors: Tensor, half_space: bool = False) -> tuple[Tensor, Tensor, 
     """
     units, valid = unit_vectors(vectors), present(vectors)
     batch, n, _ = units.shape
-    indices = torch.zeros(batch, n, dtype=torch.int64, device=units.device)
-    found = torch.zeros_like(units[..., 0])
+    # No writing in place, which torch.vmap refuses.
+    indices, found = [units.new_zeros(batch, 0, dtype=torch.int64)], [units.new_zeros(batch, 0)]
     for start in range(0, n, step := max(CHUNK_ELEMENTS // max(batch * n, 1), 1)):
         cosines = units[:, start : start + step] @ units.mT
         own = (
@@ -64,10 +65,10 @@ def nearest(vectors: Tensor, half_space: bool = False) -> tuple[Tensor, Tensor, 
         )
         closeness = (cosines.abs() if half_space else cosines).masked_fill(own | ~valid.unsqueeze(1), -2.0)
         best = closeness.max(2).indices
-        indices[:, start : start + step] = best
-        found[:, start : start + step] = cosines.gather(2, best.unsqueeze(2)).squeeze(2)
-    signs = torch.where((found < 0) & half_space, -1.0, 1.0).to(units.dtype)
-    return indices, signs, valid & (valid.sum(1, keepdim=True) > 1)
+        indices.append(best)
+        found.append(cosines.gather(2, best.unsqueeze(2)).squeeze(2))
+    signs = torch.where((torch.cat(found, 1) < 0) & half_space, -1.0, 1.0).to(units.dtype)
+    return torch.cat(indices, 1), signs, valid & (valid.sum(1, keepdim=True) > 1)
 
 
 class _Spread(Regulariser):
@@ -468,11 +469,12 @@ class _Poles(_Spread):
         shape = (2, like.shape[0], like.shape[2])
         state = self._buffers.get(key)
         if state is None or state.shape != shape:
-            state = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            self.register_buffer(key, state)
-            self._draw(key, 0)
+            with untransformed():
+                state = torch.zeros(shape, dtype=like.dtype, device=like.device)
+                self.register_buffer(key, state)
+                self._draw(key, 0)
         elif state.device != like.device or state.dtype != like.dtype:
-            state = state.to(like)
+            state = state.to(like.device, like.dtype)
             self.register_buffer(key, state)
         if self.rate.device != like.device:
             self.rate = self.rate.to(like.device)
@@ -523,9 +525,12 @@ class _Poles(_Spread):
     def _with_state(self, vectors: Tensor, role: str, states: Sequence[Tensor]) -> Tensor:
         units, valid = unit_vectors(vectors), present(vectors)
         half_space = self._half(role)
+        moves = self.training and self.inner_steps > 0
+        if moves:
+            self._move()
         with torch.no_grad():
             poles, momenta = (gather([state[part].unsqueeze(1) for state in states]) for part in (0, 1))
-            if self.training and self.inner_steps:
+            if moves:
                 for _ in range(self.inner_steps):
                     poles, momenta = self._inner_step(units.detach(), valid, poles, momenta, half_space)
                 starts = 0

@@ -4,7 +4,8 @@ A member's own ``contract`` may declare what does not hold for it: ``rotation``,
 ``gradient`` as ``False`` (it draws projections, keeps a neuron's order, counts lengths, or holds a part fixed),
 ``optimum`` (``"simplex"``, the default; ``"cross"``, the vectors plus and minus those of an orthonormal basis, for
 half-space members ``"orthonormal"``; or ``None``), ``options`` and ``variants``, ``graph`` (``False`` where it cannot
-be compiled as one graph), ``falls`` (``False`` where an adversary may raise the value while it is minimised), and
+be compiled as one graph), ``falls`` (``False`` where an adversary may raise the value while it is minimised),
+``transforms`` (``False`` where transforms of ``torch.func`` do not see through it), and
 ``waits`` (``True`` where a value waits for the device, which a captured step must not).
 """
 
@@ -118,6 +119,37 @@ def has_its_gradient(name: str) -> None:
         for energy in members(name):
             w = numeric.draw(*SHAPE, seed=5)
             numeric.gradient(lambda w: value(energy, w), w, what=f"gradient of {name}")
+
+
+@CONTRACT.check
+def can_be_transformed(name: str) -> None:
+    """In evaluation, ``torch.func`` and a second backward pass find first and second derivatives."""
+    if not holds(name, "transforms"):
+        return
+    for energy in members(name)[:1]:
+        energy.eval()
+        many, along = numeric.draw(3, *SHAPE, seed=10), numeric.draw(*SHAPE, seed=11)
+        w = many[0]
+
+        def slope(w: Tensor, *, graph: bool = False, energy: Any = energy) -> Tensor:
+            leaf = w if graph else w.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(energy(leaf), leaf, create_graph=graph)
+            return grad
+
+        step = 1e-5 * along
+        turn, pushed = (slope(w + step) - slope(w - step)) / 2e-5, (slope(w) * along).sum()
+        by_func = torch.vmap(torch.func.grad(energy))(many)
+        numeric.close(by_func, torch.stack([slope(x) for x in many]), 1e-7, f"the gradient of {name} by torch.func")
+        pair: Any = torch.func.jvp(energy, (w,), (along,))
+        numeric.close(pair[0], energy(w), 1e-9, f"{name} in forward mode")
+        numeric.close(pair[1], pushed, 1e-7, f"{name} pushed forward")
+        leaf = w.clone().requires_grad_()
+        seconds = {
+            "by torch.func": (torch.func.hessian(energy)(w) * along).sum((2, 3)),
+            "by a second backward pass": torch.autograd.grad((slope(leaf, graph=True) * along).sum(), leaf)[0],
+        }
+        for how, second in seconds.items():
+            numeric.close(second, turn, 1e-4, f"the second derivative of {name} {how}")
 
 
 @CONTRACT.check
