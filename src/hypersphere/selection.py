@@ -348,7 +348,8 @@ def select(
         model: Any module, or a layer.
         types: Classes of layers, or patterns of their names (``"conv*"``); by default all but embeddings and recurrent
             layers.
-        include: Which layers: patterns of their names in the model (``"stages.*"``), or a function of name and layer.
+        include: Which layers: patterns of their names in the model (``"stages.*"``), each of which must be that of some
+            layer, or a function of name and layer.
         exclude: Which not, in the same way.
         skip: Places to leave alone: the ``"first"`` layer, the ``"output"``, 1x1 convolutions on a ``"shortcut"`` (with
             shortcut, downsample, project or skip in their names). ``"last"`` is an older word for the output.
@@ -358,7 +359,7 @@ def select(
             called (the model reads their weights itself), which are left out. Without it the order is that of
             registration.
         obstacle: Why a layer cannot be taken, whatever is asked for; empty where it can.
-        strict: Whether each pattern must be that of some layer.
+        strict: Whether each pattern of ``exclude`` must be that of some layer, too.
 
     Returns:
         All layers, in order of registration.
@@ -378,8 +379,8 @@ def select(
     order = None if example is None else calls(model, example)
     outputs = _outputs(model, rows, output, order)
     wanted = _kinds_wanted(types, rows)
-    included = None if include is None else _matcher("include", include, rows, strict)
-    excluded = None if exclude is None else _matcher("exclude", exclude, rows, strict)
+    included = None if include is None else _matcher("include", include, rows, strict=True)
+    excluded = None if exclude is None else _matcher("exclude", exclude, rows, strict=strict)
     obstacles = [row.reason or ("" if obstacle is None else obstacle(row)) for row in rows]
     if order is not None:
         obstacles = [
@@ -435,7 +436,7 @@ def _kinds_wanted(types: Types | None, rows: Sequence[Layer]) -> Callable[[Layer
     return lambda row: row.kind in kinds or isinstance(row.module, tuple(classes))
 
 
-def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], strict: bool) -> Callable[[Layer], bool]:
+def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], *, strict: bool) -> Callable[[Layer], bool]:
     if callable(choice):
         return lambda row: any(choice(name, row.module) for name in row.names)
     patterns = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]

@@ -277,7 +277,8 @@ def test_wrong_choices():
         ({"alpha": -1}, "alpha"),
         ({"k": 0.3}, "k"),
         ({"weighting": "linear", "project": True}, "project"),
-        ({"include": "nothing"}, r"fc \(Linear\): not in include"),
+        ({"include": ["fc", "nothing"]}, "include must be the name or a pattern of stem, .*, got 'nothing'"),
+        ({"exclude": "*"}, r"fc \(Linear\): in exclude"),
         ({"include": "fc"}, r'fc \(Linear\): the output \(skip="output"\)'),
         ({"types": "linear", "exclude": "hidden"}, r"stem \(Conv2d\): not in types\n.*hidden \(Linear\): in exclude"),
     ):

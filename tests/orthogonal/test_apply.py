@@ -169,7 +169,8 @@ def test_bad_arguments_name_themselves_and_change_nothing():
     model = mlp(6, 8, 3)
     before = copy.deepcopy(model.state_dict())
     cases = [
-        ({"include": "nothing"}, "model must have a layer that is chosen"),
+        ({"include": ["0", "nothing"]}, "include must be the name or a pattern of 0, 2, got 'nothing'"),
+        ({"exclude": "*"}, "model must have a layer that is chosen"),
         ({"start": "zero"}, "start must be one of"),
         ({"blocks": 0}, "blocks must be at least 1"),
         ({"sample": 0.0}, "sample must be greater than 0"),
