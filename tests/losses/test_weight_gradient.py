@@ -67,6 +67,18 @@ def test_the_raw_gradient_is_that_of_the_products_with_unit_vectors():
     torch.testing.assert_close(found, rows.grad, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["arcface", "subcenter-arcface", "cosface", "ga-softmax"])
+def test_one_share_has_the_raw_gradient_of_its_label(name):
+    x, hard, _ = given()
+    weight = torch.randn(C, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    options = {"k": 1} if name == "subcenter-arcface" else {}
+    found = [
+        by_weight(name, labels, x, weight, weight_gradient="raw", **options)[2]
+        for labels in (hard, F.one_hot(hard, C).double())
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
 def test_evaluation_changes_no_weight():
     x, labels, _ = given()
     head = hs.losses.CosFace(D, C, weight_gradient="raw").double().eval()

@@ -112,6 +112,7 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     length = None if spec.unit_weights else norm(head.weight.to(dtype))
     takes_angle = spec.psi.takes_angle(**sizes)
     angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle else None
+    angles = _of_product(angles, cosines) if raw and angles is not None else angles
     target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, angles)
     if head.bias is not None:
         target = target + head.bias.to(dtype)
