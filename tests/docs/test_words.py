@@ -21,7 +21,7 @@ THEIRS = re.compile(
     r"CenterLoss|center-loss|SubcenterArcFace|subcenter-arcface|Sub-center|sub-center|optimizer`?\b|`optimizer|"
     r"torch\.nn\.utils\.parametrize|parametrizations?\b|parametrized|register_parametrization|Optimizer\b|"
     r"Riemannian Optimization|(upper|lower|center) (left|right|center)|color-scheme|"
-    r"pytest\.mark\.parametrize|digits-64-center|"
+    r"pytest\.mark\.parametrize|digits-64-center|\| center \||quantize_dynamic|"
     r"InstanceNorm|diameter|parameter|perimeter|#[0-9a-f]+",
     re.IGNORECASE,
 )

@@ -146,7 +146,7 @@ def test_penalty_is_a_term_of_the_loss(tmp_path):
         ("orthogonal.sample=0.5", "orthogonal.every must be given"),
         ("orthogonal.sample=-1", "greater than 0"),
         ("orthogonal.include=nothing", "orthogonal.include must be the name or a pattern of features.0, "),
-        ("orthogonal.exclude=*", "must have a layer that is chosen"),
+        ("orthogonal.exclude=['*']", "must have a layer that is chosen"),
     ],
 )
 def test_mistakes_name_themselves(override, message, tmp_path):
