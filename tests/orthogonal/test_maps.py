@@ -698,6 +698,16 @@ def test_the_error_of_one_step_falls_with_the_stated_power(name):
 
 
 @pytest.mark.parametrize("name", WARM)
+def test_a_step_beyond_all_norms_is_forgotten(name):
+    m, P = WARM[name], torch.randn(8, 8)
+    _, carried = m.refine(1e25 * P, m.warm_start(P))
+    assert carried.isfinite().all()
+    for _ in range(60):
+        R, carried = m.refine(P, carried)
+    close(R, m(P), 1e-4)
+
+
+@pytest.mark.parametrize("name", WARM)
 @pytest.mark.parametrize("size", [0.5, 3.0, 300.0])
 def test_a_step_too_large_to_refine_stays_finite_and_recovers(name, size):
     d, m = 16, WARM[name]

@@ -205,9 +205,9 @@ def _solved_on_host(W: Tensor) -> Tensor:
         lu, pivots, _ = torch.linalg.lu_factor_ex(identity - W)
         R = polished(torch.linalg.lu_solve(lu, pivots, identity + W))  # a large W costs the solve digits
         bound = 1e-4 / torch.finfo(W.dtype).eps
-        lost = frobenius(W) > bound
+        lost = torch.linalg.vector_norm(W, math.inf, dim=(-2, -1)) > bound / W.shape[-1]
         if bool(lost.any()):
-            lost = (lost & (spectral_norm(W) > bound))[..., 0, 0]
+            lost = lost & (spectral_norm(W)[..., 0, 0] > bound)
             # All of them: I + W = QH with H^2 = I - W^2, so that R = Q^2, a sign that rounding turned included.
             left, _, right = torch.linalg.svd(_unit(identity + W[lost])[0])
             half = left @ right
@@ -263,8 +263,8 @@ class _Cayley(torch.autograd.Function):
                     X = torch.baddbmm(X, X, residual)
             A, X = A.view(W.shape), X.view(W.shape)
             # |X|_F^2 <= d for the inverse, and on the way to it from the new start. Skew: |W|_2^2 <= |W|_F^2 / 2.
-            size = torch.hypot(torch.ones_like(W[..., :1, :1]), frobenius(W) / math.sqrt(2))
-            X = torch.where(_squared(X) <= 1.5 * W.shape[-1], X, A.mT / size / size)
+            start = A.mT / (1 + _squared(W).clamp(max=torch.finfo(W.dtype).max) / 2)  # not 0, from which nothing grows
+            X = torch.where(_squared(X) <= 1.5 * W.shape[-1], X, start)
             return polished(torch.add(-identity, X, alpha=2))
 
     @staticmethod
@@ -351,7 +351,7 @@ class _Orthonormalise(torch.autograd.Function):
                 Q = Q - Q @ U
             # |Q|_F^2 = d for the limit and less on the way to it from below.
             good = good & (_squared(Q) <= 1.5 * d)
-            scale = 1 / frobenius(P).clamp(min=torch.finfo(P.dtype).tiny)
+            scale = _squared(P).clamp(torch.finfo(P.dtype).tiny, torch.finfo(P.dtype).max).rsqrt()
             signs = torch.where(first.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(P.dtype)
             N = torch.where(good, N, torch.diag_embed(signs) * scale)
             return torch.where(good, Q, P * signs.unsqueeze(-2) * scale), N, P.new_empty(0)
