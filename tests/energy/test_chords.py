@@ -78,6 +78,21 @@ def test_near_pairs_keep_their_digits_with_and_without_a_graph(dtype, gap, optio
         assert float((gradient.double() - slope).norm() / slope.norm()) < 3 * tolerance
 
 
+@pytest.mark.parametrize("half_space", [False, True])
+@pytest.mark.parametrize("gap", [1.2e-4, 2e-4, 1e-2])
+@pytest.mark.parametrize("s", [0.0, 1.0])
+def test_angles_of_near_pairs_keep_their_digits(s, gap, half_space):
+    """Down to the least chord of float32, with and without a graph."""
+    x = near_pair(torch.float32, gap)
+    slopes = []
+    for dtype, graph in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        leaf = x.to(dtype).requires_grad_()
+        found = hyperspherical_energy(leaf, s, angular=True, half_space=half_space)
+        slopes.append(torch.autograd.grad(found, leaf, create_graph=graph)[0].detach())
+    for slope in slopes[1:]:
+        assert float((slope.double() - slopes[0]).norm() / slopes[0].norm()) < 1e-5 + 1e-6 / gap
+
+
 def test_a_second_derivative_of_a_near_pair_keeps_its_digits():
     x, along = near_pair(torch.float32, 1e-2), torch.randn(5, 7)
     found = []

@@ -115,7 +115,7 @@ class Riesz(Potential):
             return q.pow(-self.s / 2 - 1) * (-strength / 2)
         scale = 1 / math.pi if self.half_turns else 1.0
         # At opposite directions the slope is infinite, but there no direction's gradient has a tangent part.
-        spread = (q * (4 - q)).clamp(min=torch.finfo(q.dtype).eps).rsqrt()
+        spread = (q * (4 - q).clamp(min=torch.finfo(q.dtype).eps)).rsqrt()
         return self._angle(q).pow(-self.s - 1) * spread * (-strength * scale)
 
     def both(self, q: Tensor) -> tuple[Tensor, Tensor]:
