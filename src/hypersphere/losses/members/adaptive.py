@@ -76,7 +76,7 @@ class AdaFace(MarginSoftmax):
             count, total = whole_sums(share.sum(), (share * safe).sum(), sync=self.sync_statistics)
             batch_mean = total / count
             (squares,) = whole_sums((share * (safe - batch_mean).square()).sum(), sync=self.sync_statistics)
-            variance = squares / (count - 1)
+            variance = squares / (count - 1).clamp(min=0)  # of no sample or one there is none
             mean = moving_average(self.norm_mean, batch_mean, self.rate)
             std = moving_average(self.norm_std, variance.sqrt(), self.rate)
         quality = (self.h * (safe - mean) / (std + 1e-3)).clamp(-1, 1).to(norms.dtype)
