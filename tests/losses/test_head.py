@@ -968,7 +968,10 @@ def compiled_steps(name, options, dynamic_margin=False):
         torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS)
+RAW = [("arcface", {"weight_gradient": "raw"}), ("circle", {"weight_gradient": "raw"})]
+
+
+@pytest.mark.parametrize(("name", "options"), [*VARIANTS, *RAW])
 def test_compiled_dense(name, options):
     compiled_steps(name, options | on_path(name, "dense"), dynamic_margin=True)
 
@@ -978,6 +981,7 @@ def test_compiled_dense(name, options):
     [
         ("softmax", {}),
         ("a-softmax", {"gradient": "caffe"}),
+        *RAW,
         ("sphereface-plus", {}),
         ("subcenter-arcface", {}),
         ("adaface", {}),

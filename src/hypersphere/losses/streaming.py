@@ -135,7 +135,8 @@ def _dense(problem: ClassProblem) -> Statistics:
     if problem.features is not None:
         own = own_rows(problem)
         if not transformed():
-            rows, angle = _TargetAngles.apply(rows, problem.features, weight, own, problem.unit)
+            given = weight.view_as(weight) if rows is weight else weight  # the compiler takes no tensor twice
+            rows, angle = _TargetAngles.apply(rows, problem.features, given, own, problem.unit)
         else:
             angle = target_angles(problem.features, weight[own]).to(units.dtype)
     if rule.of_chords:
