@@ -386,3 +386,18 @@ def test_every_public_function_that_takes_a_model_is_walked():
         found |= {getattr(package, key) for key in package.__all__ if inspect.isfunction(getattr(package, key))}
     walked = set(EVERY_MODEL) | {function for function in found if function.__name__ in of_tensors}
     assert found <= walked, {function.__qualname__ for function in found - walked}
+
+
+@pytest.mark.parametrize("name", ["mhp", "mhc", "rp-comhe", "adv-comhe", "ap-comhe"])
+def test_a_step_that_is_none_moves_no_energy(name):
+    energy, model = hs.energy.create(name), plain()
+    energy.prepare(model)
+    before = state(energy)
+    for bad in [("x", 0, 0.1), (-1, 0, 0.1), (0.5, 0, 0.1), (0, "x", 0.1), (0, 0, math.nan), (0, 0, "x"), (0, 0, -1.0)]:
+        with pytest.raises(HypersphereError):
+            energy.advance(*bad)
+        same(before, state(energy), str(bad))
+    for bad in ("x", 3, None):
+        with pytest.raises(HypersphereError):
+            energy.prepare(bad)
+        same(before, state(energy), str(bad))

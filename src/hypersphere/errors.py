@@ -92,6 +92,19 @@ def check_seed(seed: int) -> None:
         raise ArgumentError("seed", f"must be a whole number, got {seed!r}")
 
 
+def check_step(step: int, seed: int, rate: float) -> None:
+    """Raise :class:`ArgumentError` unless a training step, its seed and its learning rate are such.
+
+    Example:
+        >>> check_step(-1, 0, 0.1)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: step must be at least 0, got -1
+    """
+    check_count("step", step, 0)
+    check_seed(seed)
+    check_range("rate", rate, 0)
+
+
 def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``value`` is one of ``allowed``."""
     if value not in allowed:

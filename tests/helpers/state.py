@@ -48,6 +48,6 @@ def same(before: Any, now: Any, where: str = "") -> None:
         for place, (old, new) in enumerate(zip(before, now, strict=True)):
             same(old, new, f"{where}/{place}")
     elif isinstance(before, Tensor):
-        assert torch.equal(before, now), where
+        torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True, msg=lambda why: f"{where}: {why}")
     else:
         assert before == now or before != before, f"{where}: {before} became {now}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.layers import Neurons, Selection, select
-from hypersphere.errors import ArgumentError, check_range
+from hypersphere.errors import ArgumentError, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, transformed
 from hypersphere.registry import Registry
 from hypersphere.selection import Output
@@ -237,3 +237,4 @@ class Regulariser(nn.Module):
             seed: The run's seed; the same in all processes, so that all draw the same.
             rate: Current learning rate.
         """
+        check_step(step, seed, rate)

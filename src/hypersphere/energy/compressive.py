@@ -29,7 +29,7 @@ from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.projections import ProjectionBank, uncompiled
-from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, safe_sqrt, transformed
 
 Target: TypeAlias = Tensor | nn.Module | Selection
@@ -396,6 +396,7 @@ class _Drawn(Compressive):
 
     def advance(self, step: int, seed: int, rate: float) -> None:
         """Draw again, where it is time: what is drawn depends on the seed and ``step // redraw_every`` alone."""
+        check_step(step, seed, rate)
         self._led = True
         self._advance(step, seed, rate)
 

@@ -148,6 +148,7 @@ def select(
         [('0', 'hidden', (2, 8, 36)), ('2', 'output', (1, 10, 16))]
     """
     decoupled = decoupled_only and any(isinstance(module, Decoupled) for module in model.modules())
+    selection.check_model(model)
     parents = dict(model.named_modules())
     spared = () if include else getattr(model, "spared", ())
     layouts: dict[str, Layout] = {}

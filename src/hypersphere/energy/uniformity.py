@@ -23,7 +23,7 @@ from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.energy.projections import untransformed
-from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_range, check_step
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt
 
 CHUNK_ELEMENTS = 2**23
@@ -497,6 +497,7 @@ class _Poles(_Spread):
 
     def advance(self, step: int, seed: int, rate: float) -> None:
         """Note the learning rate; at the first step, draw the poles."""
+        check_step(step, seed, rate)
         self.rate.fill_(rate)
         if step == 0:
             for key in [key for key in self._buffers if key.startswith(PREFIX)]:
