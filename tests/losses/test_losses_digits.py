@@ -204,3 +204,22 @@ def test_shares_have_finite_gradients_at_the_poles(name):
         leaf = x.clone().requires_grad_()
         for gradient in torch.autograd.grad(head(leaf, shares), [leaf, head.weight]):
             assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("l-softmax", {"m": (1, 3, 4)}), ("arcface", {"weight_gradient": "raw"}), ("adaface", {})],
+)
+def test_compiled_steps_take_weights_as_they_are(name, options):
+    """Weights that are no directions, or are so already, are given to the angles as they are: one graph still."""
+    torch._dynamo.reset()
+    x, y = draw(6, 8).float(), torch.arange(6) % 5
+    found = []
+    for compiles in (False, True):
+        sizes = {key: hs.losses.Ramp(*m) if key == "m" else m for key, m in options.items()}
+        head = build(name, 8, 5, **sizes).train()
+        call = torch.compile(head, backend="aot_eager", fullgraph=True) if compiles else head
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(call(leaf, y), [leaf, head.weight]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
