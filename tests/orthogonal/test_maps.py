@@ -505,6 +505,16 @@ def test_the_scales_of_newton_schulz_reach_as_far_as_they_say(estimate):
             assert (x - 1).abs().max() < error
 
 
+@pytest.mark.parametrize("ratio", [2.0, 3.0, 4.0])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_newton_schulz_by_itself_is_exact_in_each_type(dtype, error, ratio):
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(12, 12, dtype=torch.float64))
+    P = (left * torch.linspace(1, ratio, 12, dtype=torch.float64)) @ right
+    found = create("ls", method="newton-schulz")(P.to(dtype)).double()
+    assert (found - left @ right).norm() < error * math.sqrt(12)
+
+
 # ------------------------------------------------------------------------------------------- invariants
 
 sizes = st.integers(2, 24)

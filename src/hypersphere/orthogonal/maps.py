@@ -429,7 +429,7 @@ class Loewdin(Map):
             passes. With five steps the error is below 1e-6 for singular values in a ratio of up to 4 (in float64 six,
             and below 1e-12), and each further step allows for one 2.5 times as large: 6 steps for 10, 9 for 100, 11
             for 1,000. The backward pass takes no more than five products a step.
-        steps: Of the iteration; 10 (``newton``) or 5 (``newton-schulz``) if not given.
+        steps: Of the iteration; if not given 10 (``newton``), or 5 and in float64 6 (``newton-schulz``).
         scale: Of the start of Newton-Schulz: by the largest singular value, estimated with a few vectors
             (``"spectral"``), by the Frobenius norm (``"frobenius"``), which takes more steps, or ``"none"``, for
             singular values between 0.5 and 1.5, as training keeps them that continues from ``P = R`` now and then.
@@ -460,7 +460,7 @@ class Loewdin(Map):
 
     def evaluate(self, P: Tensor) -> Tensor:
         """``R`` of a ``P`` in float32 or wider."""
-        steps = self.steps or (5 if self.method == "newton-schulz" else 10)
+        steps = self.steps or (5 + (P.dtype == torch.float64) if self.method == "newton-schulz" else 10)
         return algebra.polar(P, self.method, steps, self.scale)
 
 
