@@ -248,6 +248,37 @@ def test_steps_are_those_of_the_reference(options, scale):
     assert np.abs(reference.R - matrices(5).numpy()).max() > 0.02
 
 
+@pytest.mark.parametrize("scale", [1e-15, 1e25])
+def test_adam_steps_by_gradients_of_any_norm(scale):
+    """Their scale cancels, also where float32 holds no square of it."""
+    found = []
+    for factor in (1.0, scale):
+        R = parameter(matrices(2, 5, dtype=torch.float32))
+        optimiser = OGD([R], lr=0.1, orthogonal=True, form="adam", eps=0.0, cap=None)
+        for step in range(5):
+            R.grad = factor * random(2, 5, 5, seed=step, dtype=torch.float32)
+            optimiser.step()
+        found.append(R.detach())
+    torch.testing.assert_close(*found)
+    assert (found[0] - matrices(2, 5, dtype=torch.float32)).norm() > 0.1
+
+
+def test_adam_goes_on_from_a_second_moment():
+    """States of version 0.1 hold that in the place of its root."""
+    first, second = parameter(matrices(2, 4)), parameter(matrices(2, 4))
+    optimisers = [OGD([p], lr=0.1, orthogonal=True, form="adam") for p in (first, second)]
+    first.grad = random(2, 4, 4)
+    optimisers[0].step()
+    saved = copy.deepcopy(optimisers[0].state_dict())
+    saved["state"][0]["exp_avg_sq"] = saved["state"][0].pop("exp_avg_norm") ** 2
+    optimisers[1].load_state_dict(saved)
+    second.data.copy_(first)
+    for p, optimiser in zip((first, second), optimisers, strict=True):
+        p.grad = random(2, 4, 4, seed=1)
+        optimiser.step()
+    torch.testing.assert_close(first, second)
+
+
 @each_form
 def test_together_is_alone(options):
     """Parameters of equal and of different shape, with further dimensions, some without a gradient at times."""
@@ -391,12 +422,12 @@ def test_the_trainer_can_create_its_state(options):
     _create_state(optimiser)
     assert torch.equal(R, start) and torch.equal(bias, torch.ones(3))
     if options["form"] == "adam":
-        keys = {"step", "exp_avg", "exp_avg_sq"}
-        assert optimiser.state[R]["exp_avg_sq"].shape == ()
+        keys = [{"step", "exp_avg", "exp_avg_norm"}, {"step", "exp_avg", "exp_avg_sq"}]
+        assert optimiser.state[R]["exp_avg_norm"].shape == ()
     else:
-        keys = {"momentum_buffer"} if options["momentum"] else set()
-    for p in (R, bias):
-        assert set(optimiser.state[p]) == keys
+        keys = [{"momentum_buffer"} if options["momentum"] else set()] * 2
+    for p, expected in zip((R, bias), keys, strict=True):
+        assert set(optimiser.state[p]) == expected
         assert all(isinstance(v, torch.Tensor) and (v == 0).all() for v in optimiser.state[p].values())
     # A state of zeros is none: the first step is that of an optimiser that has just been built.
     fresh = parameter(start)

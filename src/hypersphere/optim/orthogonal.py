@@ -15,7 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
-from hypersphere.geometry import exact_products, full_precision
+from hypersphere.geometry import exact_products, full_precision, in_float64
 from hypersphere.orthogonal.algebra import frobenius, polished
 from hypersphere.orthogonal.maps import orthogonality_error
 
@@ -276,14 +276,17 @@ class OGD(Optimizer):
         self, U: Tensor, F: Tensor, states: list[dict[str, Tensor]], betas: tuple[float, float], eps: float
     ) -> tuple[Tensor, Tensor]:
         """W and W U; the moments move on."""
-        averages, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        averages, norms, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_norm", "step"))
         torch._foreach_add_(steps, 1.0 if self._found_inf is None else (self._found_inf == 0).float())
-        t = torch.cat([step.expand(v.numel()) for step, v in zip(steps, squares, strict=True)]).to(U.dtype)
-        square = torch.lerp(torch.cat([v.flatten() for v in squares]), F.square().sum((-2, -1)), 1 - betas[1])
-        scale = ((1 - betas[0] ** t) * ((square / (1 - betas[1] ** t)).sqrt() + eps))[:, None, None]
+        t = torch.cat([step.expand(n.numel()) for step, n in zip(steps, norms, strict=True)]).to(U.dtype)
+        # The root of the second moment, since float32 holds no square of a norm beyond 1e19.
+        before = in_float64(torch.cat([n.flatten() for n in norms]))
+        now = torch.linalg.vector_norm(F, dim=(-2, -1), dtype=before.dtype)
+        norm = torch.hypot(math.sqrt(betas[1]) * before, math.sqrt(1 - betas[1]) * now).to(U.dtype)
+        scale = ((1 - betas[0] ** t) * (norm / (1 - betas[1] ** t).sqrt() + eps))[:, None, None]
         W = _skew(U, torch.lerp(_joined(averages), -F, 1 - betas[0])) / scale
         motion = W @ U
-        self._write(squares, square)
+        self._write(norms, norm)
         self._write(averages, scale * motion)
         return W, motion
 
@@ -312,7 +315,12 @@ class OGD(Optimizer):
         elif "step" not in state:
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = p.new_zeros(p.shape[:-2]) if group["orthogonal"] else torch.zeros_like(p)
+            if group["orthogonal"]:
+                state["exp_avg_norm"] = p.new_zeros(p.shape[:-2])
+            else:
+                state["exp_avg_sq"] = torch.zeros_like(p)
+        elif group["orthogonal"] and "exp_avg_sq" in state:  # as version 0.1 saved it
+            state["exp_avg_norm"] = state.pop("exp_avg_sq").sqrt()
         return state
 
 
