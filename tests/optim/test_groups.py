@@ -148,3 +148,61 @@ def test_plain_sgd_trains_what_the_trainer_does(name, tmp_path):
         torch.testing.assert_close(found[key], value, rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
         moved = max(moved, float((value.float() - before[key].float()).abs().max()))
     assert moved > 1e-3
+
+
+class Attends(nn.Module):
+    """Layers of several weights, tied ones, and a parametrised one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.up = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"types": "conv2d"}, {"conv.weight", "conv.bias"}),
+        ({"types": nn.Conv2d, "match": "*.bias"}, {"conv.bias"}),
+        (
+            {"include": ("attention.in_proj_weight", "down")},
+            {
+                *("attention.in_proj_weight", "attention.in_proj_bias", "down.bias"),
+                *("down.parametrizations.weight.original0", "down.parametrizations.weight.original1"),
+            },
+        ),
+        (
+            {"types": "linear", "exclude": "down", "skip": "output", "output": "up"},
+            {"attention.out_proj.weight", "attention.out_proj.bias"},
+        ),
+        ({"include": lambda name, layer: name == "up"}, {"up.weight", "up.bias"}),
+    ],
+)
+def test_rules_choose_layers_in_the_words_of_the_selector(words, expected):
+    """What the chosen layers own has the rate of the rule, each parameter once; the head never has."""
+    model, head = Attends(), nn.Linear(4, 2)
+    groups = hs.parameter_groups(model, head, lr=0.1, rules=[Rule(lr=3.0, **words)])
+    found = {name for group in groups if group["lr"] > 0.2 for name in names(group, model, head)}
+    assert found == {f"model.{name}" for name in expected}
+    everything = [p for group in groups for p in group["params"]]
+    assert set(everything) == {*model.parameters(), *head.parameters()} and len(everything) == len(set(everything))
+    chosen = {layer.name.split(".")[0] for layer in hs.selection.select(model, **words_of(words)) if layer.chosen}
+    assert chosen == {name.split(".")[0] for name in expected}
+
+
+def words_of(words):
+    return {key: value for key, value in words.items() if key != "match"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"include": "nothing"}, "^rules has a choice of layers whose include must be the name or a pattern of conv, "),
+        ({"types": "conv2d", "exclude": "conv"}, "^rules has a choice of layers whose model must have a layer that is"),
+    ],
+)
+def test_rules_for_layers_that_are_not_there_are_mistakes(words, text):
+    with pytest.raises(ArgumentError, match=text):
+        hs.parameter_groups(Attends(), lr=0.1, rules=[Rule(**words)])

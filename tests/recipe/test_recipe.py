@@ -91,7 +91,8 @@ TOP = (
             "regularisers:\n  - name: mhe\n    weigth: 3\n",
             3,
             "regularisers.0.weigth is not a known key. Did you mean 'weight'? "
-            f"Allowed: {', '.join(option.name for option in energies['mhe'].options)}, weight, target, schedule",
+            f"Allowed: {', '.join(option.name for option in energies['mhe'].options)}, "
+            "weight, target, schedule, layers",
             id="unknown option of a regulariser",
         ),
         pytest.param(

@@ -15,7 +15,7 @@ from torch import nn
 
 from helpers.pages import Page
 from helpers.runs import StopAt, files
-from hypersphere import plot, recipe, report
+from hypersphere import plot, recipe, report, selection
 from hypersphere.data import load
 from hypersphere.energy import MHE, Regulariser, energies
 from hypersphere.errors import ArgumentError
@@ -101,6 +101,56 @@ class TestTargets:
             layers_of(MHE(), target, self.model, several)
         with pytest.raises(ArgumentError, match="target must be 'model' with a head that has no matrix"):
             layers_of(MHE(), target, self.model, nn.Identity())
+
+    @pytest.mark.parametrize(
+        ("words", "target", "expected"),
+        [
+            ("include: 'features.*'", "model", ["features.0", "features.3", "features.7", "features.10"]),
+            ("types: linear", "all", ["embed", "head"]),
+            ("exclude: embed, skip: first", "model", ["features.3", "features.7", "features.10"]),
+            ("skip: [output, first], types: [conv2d, linear]", "all", None),
+            ("{}", "model", None),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["mhe", "mhe-gan"])
+    def test_layers_are_chosen_in_the_words_of_the_other_sections(self, tmp_path, name, words, target, expected):
+        """They are those that the selector says; what an energy includes by itself gives way to ``include``."""
+        choice = words if words == "{}" else f"{{{words}}}"
+        own = ", include: '*'" if name == "mhe-gan" else ""
+        chosen = plan(f"regularisers=[{{name: {name}{own}, target: {target}, layers: {choice}}}]")
+        run = trainer(tmp_path / "run", chosen)
+        run.prepare()
+        (term,) = run._step.objective.added.values()
+        found = [layer.name for layer in term.target]
+        words_of = chosen.regularisers[0].layers.choice
+        rows = selection.select(run.model, **words_of)
+        assert found == [row.name for row in rows if row.chosen] + ["head"] * (target == "all")
+        assert expected is None or found == expected
+
+    def test_an_energy_of_some_layers_is_the_sum_over_these(self):
+        value, choice, expected = MHE(s=1.0), {"include": "1"}, 10 * plain_energy(self.first, 1.0)
+        assert value(value.select(self.model, **choice)).item() == pytest.approx(expected, rel=1e-5)
+
+    @pytest.mark.parametrize(
+        ("words", "text"),
+        [
+            ("layers: {include: nothing}", r"regularisers\.0\.layers\.include must be the name or a pattern of feat"),
+            (
+                "layers: {types: conv2d, exclude: 'f*'}",
+                r"regularisers\.0\.layers\.model must have a layer that is chosen",
+            ),
+            ("target: head, layers: {skip: first}", r"regularisers\.0\.layers must not be given for the target 'head'"),
+            ("layers: {skip: middle}", r"regularisers\.0\.layers\.skip"),
+        ],
+    )
+    def test_a_choice_that_cannot_be_is_blamed_on_its_place(self, tmp_path, words, text):
+        with pytest.raises(recipe.RecipeError, match=text):
+            trainer(tmp_path / "run", plan(f"regularisers=[{{name: mhe, {words}}}]")).prepare()
+
+    def test_layers_that_are_not_chosen_are_not_part_of_the_hash(self):
+        before = plan("regularisers=[{name: mhe}]")
+        assert plan("regularisers=[{name: mhe, layers: null}]").hash == before.hash
+        assert plan("regularisers=[{name: mhe, layers: {skip: first}}]").hash != before.hash
 
     def test_a_mistake_is_blamed_on_its_place(self, tmp_path):
         chosen = plan("loss=subcenter-arcface", "regularisers=[{name: orthogonal}, {name: mhe, target: all}]")

@@ -163,6 +163,19 @@ def test_rules_set_rates_and_decay_by_name():
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for m in (model, head) for p in m.parameters()}
 
 
+def test_rules_choose_layers_in_the_words_of_the_other_sections():
+    model, head = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Linear(3, 3)), nn.Linear(3, 2)
+    rules = (Rule(layers={"types": "conv2d"}, lr=2), Rule(match="*.bias", lr=3))
+    groups = parameter_groups(model, head, Optimiser(lr=0.1, weight_decay=0.01, rules=rules), CPU)
+    assert {g["name"]: (len(g["params"]), round(g["base_lr"], 6)) for g in groups} == {
+        "model": (1, 0.1),
+        "model-types=conv2d": (2, 0.2),
+        "model-*.bias": (1, 0.3),
+        "head": (1, 0.1),
+        "head-*.bias": (1, 0.3),
+    }
+
+
 def test_a_rule_of_rates_leaves_the_decay_as_it_is():
     model, head = Lookup(()), nn.Linear(3, 2)
     rules = (Rule(match="*.bias", lr=2), Rule(match="head.*", lr=3))

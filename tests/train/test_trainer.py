@@ -522,6 +522,14 @@ def test_decoupled_layers_resume_exactly(tmp_path):
     assert "optimiser.model.features.0.k_raw.momentum_buffer" in saved
 
 
+def test_some_kernels_are_projected(tmp_path):
+    options = ["project={every: 2, s: 0.25, layers: {skip: first}}", "train.steps=4", "schedule.warmup=0"]
+    run = trainer(tmp_path / "run", plan(*DECOUPLED, *options, "convert={name: sphere, exclude: [embed]}"))
+    run.fit()
+    away = [(layer.kernel_norms() - 0.25).abs().max().item() for _, layer in decoupled_layers(run.model)]
+    assert away[0] > 0.01 and max(away[1:]) < 1e-6
+
+
 def test_kernels_are_projected_at_the_start_and_every_so_often(tmp_path):
     seen: list[list[torch.Tensor]] = []
 

@@ -172,11 +172,17 @@ class Regulariser(nn.Module):
         ]
         return torch.stack([term.to(terms[0].device) for term in terms]).sum()  # a model may be spread over devices
 
-    def select(self, target: nn.Module | Selection, *, output: Output = "auto") -> Selection:
-        """The layers of a model that this regulariser looks at; ``output`` as in :func:`hypersphere.energy.select`."""
+    def select(self, target: nn.Module | Selection, *, output: Output = "auto", **choice: Any) -> Selection:
+        """The layers of a model that this regulariser looks at.
+
+        Args:
+            target: The model; a selection is taken as it is.
+            output: The output layer, as in :func:`hypersphere.energy.select`.
+            choice: ``types``, ``include``, ``exclude`` and ``skip``, as there.
+        """
         if isinstance(target, Selection):
             return target
-        return select(target, output=output, decoupled_only=self.decoupled_only)
+        return select(target, output=output, decoupled_only=self.decoupled_only, **choice)
 
     def _weight(self, layer: Neurons) -> float:
         return self.output_weight if layer.role == "output" else self.hidden_weight

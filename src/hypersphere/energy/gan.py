@@ -3,6 +3,7 @@ r"""Minimum hyperspherical energy on the discriminator of a GAN."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,14 @@ class DiscriminatorMHE(MHE):
         super().__init__(s=s, half_space=half_space, hidden_weight=hidden_weight)
         self.include, self.released = include, preset == "released"
 
-    def select(self, target: nn.Module | Selection, *, output: Output = None) -> Selection:
-        """The layers of the discriminator, all of them hidden ones: its output is a single neuron."""
+    def select(self, target: nn.Module | Selection, *, output: Output = None, **choice: Any) -> Selection:
+        """The layers of the discriminator, all of them hidden ones: its output is a single neuron.
+
+        Another ``include`` takes the place of that of the energy.
+        """
         if isinstance(target, Selection):
             return target
-        return select(target, output=output, include=self.include)
+        return select(target, output=output, **{"include": self.include, **choice})
 
     @property
     def counts_lengths(self) -> bool:

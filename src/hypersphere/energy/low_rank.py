@@ -3,6 +3,7 @@ r"""Weights of low rank that are known by their projections from both sides, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class BPLowRank(MHE):
             output_weight=output_weight,
         )
 
-    def select(self, target: nn.Module | Selection, *, output: Output = "auto") -> Selection:
+    def select(self, target: nn.Module | Selection, *, output: Output = "auto", **choice: Any) -> Selection:
         """The factors of the layers of low rank, and the other layers."""
         factors: dict[str, list[Neurons]] = {}
         if isinstance(target, nn.Module):
@@ -130,6 +131,6 @@ class BPLowRank(MHE):
                         Neurons(f"{name}.Y1", lambda w=weight: w.original0.mT.unsqueeze(0)),  # type: ignore[misc]
                         Neurons(f"{name}.Y2", lambda w=weight: w.original1.mT.unsqueeze(0)),  # type: ignore[misc]
                     ]
-        selection = super().select(target, output=output)
+        selection = super().select(target, output=output, **choice)
         layers = [found for layer in selection for found in factors.get(layer.name, [layer])]
         return Selection(layers, selection.zero, selection.left)

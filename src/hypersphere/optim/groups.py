@@ -2,54 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from hypersphere import selection
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.nn import Decoupled
-from hypersphere.selection import check_model
+from hypersphere.selection import Choice, Layer, Output, Types, check_model
 
 _ROLES = ("", "-vectors", "-kernels", "-operators", "-rotations", "-matrices")
 
 
-class RuleLike(Protocol):
-    """What a rule says: which parameters, a factor on their learning rate, and their weight decay."""
-
-    @property
-    def match(self) -> str:
-        """Pattern of names."""
-
-    @property
-    def lr(self) -> float:
-        """Factor on the learning rate."""
-
-    @property
-    def weight_decay(self) -> float | None:
-        """Weight decay; ``None``: as usual."""
-
-
 @dataclass(frozen=True)
 class Rule:
-    """Another learning rate or weight decay for parameters by name.
+    """Another learning rate or weight decay for some parameters: by name, by layer, or both.
 
     Args:
         match: Pattern of their names, which begin with ``model.`` or ``head.``.
         lr: Factor on the learning rate.
         weight_decay: Weight decay; by default as usual.
+        types: Of which layers of the model, by their classes, or patterns of these; with any of the words from here on
+            the rule is for what those layers own that :func:`hypersphere.selection.select` chooses.
+        include: By patterns of the names of layers (``"features.*"``), or a function of name and layer.
+        exclude: Of which not, in the same way.
+        skip: Places to leave alone: ``"first"``, ``"output"``, ``"shortcut"``.
+        output: The output layer: its name, the module, ``None``, or ``"auto"``.
 
     Example:
-        >>> groups = parameter_groups(nn.Linear(3, 4), lr=0.1, rules=[Rule("*.bias", lr=2.0)])
-        >>> [(group["name"], group["lr"]) for group in groups]
-        [('model', 0.1), ('model-*.bias', 0.2)]
+        >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 4))
+        >>> groups = parameter_groups(model, lr=0.1, rules=[Rule("*.bias", lr=2.0), Rule(types="conv2d", lr=0.0)])
+        >>> [(group["name"], len(group["params"]), group["lr"]) for group in groups]
+        [('model', 1, 0.1), ('model-*.bias', 2, 0.2), ('model-types=conv2d', 1, 0.0)]
     """
 
-    match: str
+    match: str = "*"
     lr: float = 1.0
     weight_decay: float | None = None
+    types: Types | None = None
+    include: Choice | None = None
+    exclude: Choice | None = None
+    skip: str | Iterable[str] | None = None
+    output: Output = "auto"
+
+    @property
+    def _words(self) -> dict[str, Any]:
+        words = {key: getattr(self, key) for key in ("types", "include", "exclude", "skip")}
+        return {key: value for key, value in words.items() if value is not None and value != ()}
+
+    @property
+    def title(self) -> str:
+        """How its groups are called."""
+        given = [f"{key}={_title(value)}" for key, value in self._words.items()]
+        return " ".join([self.match] * (self.match != "*" or not given) + given)
+
+    def parameters(self, model: nn.Module) -> set[Tensor] | None:
+        """What the layers that it chooses own; ``None``: it chooses none."""
+        if not self._words:
+            return None
+        rows = selection.select(model, output=self.output, **self._words)
+        chosen = selection.chosen(model, rows)
+        own: set[Tensor] = {p for row in chosen for part in _parts(row.module) for p in part}
+        left = {p for row in rows if not row.chosen and row.kind for p in _weight(row)}
+        return own - (left - {p for row in chosen for p in _weight(row)})
+
+
+def _title(value: Any) -> str:
+    values = [value] if isinstance(value, (str, type)) or callable(value) else value
+    return ",".join(one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__) for one in values)
+
+
+def _parts(module: nn.Module) -> Iterator[Iterator[nn.Parameter]]:
+    """What a module owns itself, and what its weights are computed from."""
+    yield module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        yield module.parametrizations.parameters()  # type: ignore[union-attr]
+
+
+def _weight(row: Layer) -> list[Tensor]:
+    """The parameters of one weight of a module, or those that it is computed from."""
+    module: Any = row.module
+    if parametrize.is_parametrized(module, row.weight):
+        return list(module.parametrizations[row.weight].parameters())
+    return [p for p in (module._parameters.get(row.weight),) if p is not None]
 
 
 def parameter_groups(
@@ -62,7 +101,7 @@ def parameter_groups(
     rotation_lr: float | None = None,
     rotation_decay: float = 0.0,
     decay: str = "all",
-    rules: Sequence[RuleLike] = (),
+    rules: Sequence[Rule] = (),
 ) -> list[dict[str, Any]]:
     """Groups of trainable parameters for any optimiser, with weight decay where it belongs; the trainer uses the same.
 
@@ -83,8 +122,9 @@ def parameter_groups(
             head have the same ratio to ``head_lr``. Without normalisation layers ten times ``lr`` may be best.
         rotation_decay: Weight decay of the unconstrained parameters of rotations.
         decay: ``"all"``, or ``"weights"``, which spares vectors.
-        rules: Rates and decays by name; the first that fits counts. Their groups are called ``-PATTERN``, or
-            ``-PATTERN-vectors`` where the decay is spared. They do not apply to the roles above, vectors aside.
+        rules: Rates and decays by name and layer; the first that fits counts. Their groups are called ``-PATTERN``, or
+            ``-PATTERN-vectors`` where the decay is spared; of layers ``-types=PATTERN`` and so on. They do not apply to
+            the roles above, vectors aside.
 
     Returns:
         Each with ``name``, ``params``, ``lr`` and ``weight_decay``.
@@ -112,50 +152,69 @@ def parameter_groups(
     for module, _ in parts.values():
         check_model(module)
     for given in rules:
-        if not hasattr(given, "match"):
+        if not isinstance(given, Rule):
             raise ArgumentError("rules", f"must hold rules (hypersphere.optim.Rule), got {given!r}")
     groups: list[dict[str, Any]] = []
-    used: set[str] = set()
+    owned = _owned(model, rules)
+    used: set[int] = set()
     seen: set[nn.Parameter] = set()
     for name, (module, rate) in parts.items():
-        for suffix, rule, parameters in _members(name, module, decay, rules, used, seen):
+        for suffix, rule, parameters in _members(name, module, decay, rules, owned, used, seen):
             own = rotated[name] if suffix in ("-rotations", "-matrices") else rate
             kept = {"-rotations": rotation_decay, "": weight_decay}.get(suffix, 0.0)
             if rule is not None:
                 own = rate * rule.lr
-                kept = 0.0 if suffix == f"-{rule.match}-vectors" else weight_decay
+                kept = 0.0 if suffix == f"-{rule.title}-vectors" else weight_decay
                 kept = kept if rule.weight_decay is None else rule.weight_decay
             group = {"name": f"{name}{suffix}", "params": parameters, "lr": own, "weight_decay": kept}
             groups.append(group | ({"orthogonal": True} if suffix == "-matrices" else {}))
-    for unused in sorted({rule.match for rule in rules} - used):
+    for unused in sorted(rule.title for index, rule in enumerate(rules) if index not in used):
         raise ArgumentError(
             "rules", f"has the pattern {unused!r}, which fits no parameter of the model or the head that rules apply to"
         )
     return groups
 
 
+def _owned(model: nn.Module, rules: Sequence[Rule]) -> list[set[Tensor] | None]:
+    """What the layers of each rule own."""
+    try:
+        return [rule.parameters(model) for rule in rules]
+    except ArgumentError as error:
+        raise ArgumentError("rules", f"has a choice of layers whose {error}") from error
+
+
 def _members(
     name: str,
     module: nn.Module,
     decay: str,
-    rules: Sequence[RuleLike],
-    used: set[str],
+    rules: Sequence[Rule],
+    owned: Sequence[set[Tensor] | None],
+    used: set[int],
     seen: set[nn.Parameter],
-) -> list[tuple[str, RuleLike | None, list[nn.Parameter]]]:
+) -> list[tuple[str, Rule | None, list[nn.Parameter]]]:
     """The groups of one module: suffix, rule and parameters; notes which rules fit and which parameters are taken."""
-    by_suffix = {f"-{rule.match}{usual}": rule for rule in reversed(rules) for usual in ("-vectors", "")}
-    members: dict[str, list[nn.Parameter]] = {suffix: [] for suffix in (*_ROLES, *reversed(by_suffix))}
+    keys = [(None, role) for role in _ROLES] + [(i, usual) for i in range(len(rules)) for usual in ("", "-vectors")]
+    members: dict[tuple[int | None, str], list[nn.Parameter]] = {key: [] for key in keys}
     special = _decoupled(module) | _rotations(module)
     for own_name, parameter in module.named_parameters():
         usual = "-vectors" if decay == "weights" and parameter.dim() <= 1 else ""
-        fitting = [rule for rule in rules if fnmatchcase(f"{name}.{own_name}", rule.match)]
-        used.update(rule.match for rule in fitting if parameter not in special)
-        if fitting:
-            usual = f"-{fitting[0].match}{usual if fitting[0].weight_decay is None else ''}"
+        fitting = [
+            index
+            for index, (rule, layers) in enumerate(zip(rules, owned, strict=True))
+            if fnmatchcase(f"{name}.{own_name}", rule.match) and (layers is None or parameter in layers)
+        ]
+        used.update(index for index in fitting if parameter not in special)
+        first = fitting[0] if fitting and parameter not in special else None
+        if first is not None and rules[first].weight_decay is not None:
+            usual = ""
         if parameter.requires_grad and parameter not in seen:
             seen.add(parameter)
-            members[special.get(parameter, usual)].append(parameter)
-    return [(suffix, by_suffix.get(suffix), parameters) for suffix, parameters in members.items() if parameters]
+            members[first, special.get(parameter, usual)].append(parameter)
+    return [
+        (suffix, None, found) if index is None else (f"-{rules[index].title}{suffix}", rules[index], found)
+        for (index, suffix), found in members.items()
+        if found
+    ]
 
 
 def _decoupled(module: nn.Module) -> dict[Tensor, str]:

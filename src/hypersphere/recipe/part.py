@@ -99,8 +99,8 @@ Place = Literal["first", "output", "last", "shortcut"]
 """Where a layer is that is left alone; ``last`` is an older word for the output."""
 
 
-class LayerChoice(Part):
-    """A part that goes into some of the model's layers."""
+class Layers(Keys):
+    """Which of the model's layers, in the words of :func:`hypersphere.selection.select`."""
 
     types: tuple[str, ...] | None = Field(None, description="patterns of the classes of the layers")
     include: tuple[str, ...] | None = Field(None, description="patterns of the names of the layers")
@@ -119,6 +119,10 @@ class LayerChoice(Part):
         # The classifier is a head apart, so the model has no output unless it is one of the places to leave alone.
         output = "auto" if {"output", "last"} & set(self.skip) else None
         return {key: value for key in keys if (value := getattr(self, key)) is not None} | {"output": output}
+
+
+class LayerChoice(Layers, Part):
+    """A part that goes into some of the model's layers."""
 
 
 def options_model(entry: Entry[Any]) -> type[BaseModel]:

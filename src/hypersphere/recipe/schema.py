@@ -20,7 +20,7 @@ from hypersphere.models import models
 from hypersphere.optimisers import optimisers
 from hypersphere.recipe.explain import Location, RecipeError, describe, member_types
 from hypersphere.recipe.hash import Housekeeping, Later, content, digests
-from hypersphere.recipe.part import BuildError, Keys, Part, Schedule, built
+from hypersphere.recipe.part import BuildError, Keys, Layers, Part, Schedule, built
 from hypersphere.recipe.section import Section, kinds
 from hypersphere.recipe.text import Dumper, key_of
 from hypersphere.registry import Registry, UnknownNameError
@@ -143,9 +143,16 @@ class Data(Part):
 
 
 class Rule(Keys):
-    """What holds for some parameters alone: those whose name, such as ``model.features.0.bias``, fits ``match``."""
+    """What holds for some parameters alone: those whose name, such as ``model.features.0.bias``, fits ``match``.
 
-    match: str = Field(description="pattern of parameter names; of several rules the first that fits counts")
+    With ``layers`` they are those of the model's layers that it chooses, with the words of the other sections.
+    """
+
+    match: str = Field("*", description="pattern of parameter names; of several rules the first that fits counts")
+    layers: Annotated[Layers | None, Later(None)] = Field(
+        None,
+        description="of which of the model's layers (types, include, exclude, skip); by default of all parts",
+    )
     lr: float = Field(1.0, ge=0, description="factor on the learning rate")
     weight_decay: float | None = Field(None, ge=0, description="in place of the optimiser's")
 

@@ -11,7 +11,7 @@ from torch import nn
 from hypersphere.nn import project_weights
 from hypersphere.recipe.explain import Location
 from hypersphere.recipe.hash import Later
-from hypersphere.recipe.part import Keys
+from hypersphere.recipe.part import Keys, Layers
 from hypersphere.recipe.schema import Recipe
 from hypersphere.recipe.section import Section, Training, Work, sections
 
@@ -23,6 +23,9 @@ class Project(Section, Keys):
     contract: ClassVar[Mapping[str, Any]] = {"recipe": ("convert.name=sphere", "project.every=2")}
     every: int = Field(0, ge=0, description="steps between projections of decoupled kernels to norm s; 0: none")
     s: float = Field(1.0, gt=0, description="norm of the projected kernels")
+    layers: Annotated[Layers | None, Later(None)] = Field(
+        None, description="which layers (types, include, exclude, skip); by default all that are decoupled"
+    )
 
     @classmethod
     def field(cls) -> tuple[Any, Any]:
@@ -42,8 +45,14 @@ class Project(Section, Keys):
     def convert(self, model: Any, recipe: Recipe) -> Any:
         """The model, its kernels projected."""
         if self.every:
-            project_weights(model, self.s)
+            with recipe.blamed("project", "layers"):
+                project_weights(model, self.s, **self.choice)
         return model
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Which layers, by argument of :func:`hypersphere.nn.project_weights`."""
+        return {} if self.layers is None else self.layers.choice
 
     def train(self, run: Training) -> Work | None:
         """The projection every so many steps."""
@@ -56,4 +65,5 @@ class _Projection(Work):
 
     def after(self, step: int) -> None:
         if step % self.part.every == 0:
-            project_weights(self.model, self.part.s)  # in place, behind the step: a captured one stays as it is
+            # In place, behind the step: a captured one stays as it is.
+            project_weights(self.model, self.part.s, **self.part.choice)

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hypersphere import energy
+from hypersphere import energy, selection
 from hypersphere.energy import MHE, Selection, energies, select
 from hypersphere.energy.layers import neurons
 from hypersphere.energy.report import Report, report
@@ -18,7 +18,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.optimisers import Groups
 from hypersphere.recipe.explain import Location
 from hypersphere.recipe.hash import Later
-from hypersphere.recipe.part import Part, Schedule
+from hypersphere.recipe.part import Layers, Part, Schedule
 from hypersphere.recipe.schema import Recipe
 from hypersphere.recipe.section import Section, Term, Training, Work, sections
 from hypersphere.recipe.seeds import derive_seed
@@ -29,7 +29,8 @@ class Regulariser(Part):
     """A term added to the loss: ``weight`` times an energy of weights.
 
     ``target`` says of which: the ``model``'s layers, all of them hidden ones; the ``head``'s, the output layer; or
-    ``all`` of them.
+    ``all`` of them. ``layers`` chooses among those of the model, with the words of the other sections: ``layers:
+    {include: "features.*", skip: first}``.
     """
 
     registry: ClassVar[Registry[Any]] = energies
@@ -37,6 +38,9 @@ class Regulariser(Part):
     target: Literal["model", "head", "all"] = "model"
     schedule: Annotated[Schedule | None, Later(None)] = Field(
         None, description="of the weight; by default it stays as it is"
+    )
+    layers: Annotated[Layers | None, Later(None)] = Field(
+        None, description="which of the model's layers (types, include, exclude, skip); by default all of them"
     )
 
 
@@ -74,6 +78,9 @@ class Regularisers(Section, pydantic.RootModel[tuple[Regulariser, ...]]):
             if part.target == "head" and part.options.get("half_space"):
                 message = "must be false for the target 'head': an output layer is full space (use target all or model)"
                 yield ("regularisers", index, "half_space"), message
+            if part.target == "head" and part.layers is not None:
+                message = "must not be given for the target 'head': it chooses among the layers of the model"
+                yield ("regularisers", index, "layers"), message
 
     def train(self, run: Training) -> Work:
         """The terms of the loss, and the energies of layers where they are asked for."""
@@ -90,15 +97,22 @@ class _Energies(Work):
             for index, part in enumerate(parts):
                 title = part.name if part.name not in self.found else f"{part.name}-{index}"
                 with run.recipe.blamed("regularisers", index):
-                    self.found[title] = self._term(part, run.recipe.build(energies, ("regularisers", index)))
+                    self.found[title] = self._term(part, index, run.recipe.build(energies, ("regularisers", index)))
 
-    def _term(self, part: Regulariser, value: nn.Module) -> Term:
+    def _term(self, part: Regulariser, index: int, value: nn.Module) -> Term:
         """The term, its state there and on the device of the weights."""
-        target = layers_of(value, part.target, self.run.model, self.run.head)
+        target = self._layers(part, index, value)
         term = Term(value, target, part.weight).to(self.run.device)
         if isinstance(value, energy.Regulariser):
             value.prepare(target)
         return term.train()
+
+    def _layers(self, part: Regulariser, index: int, value: nn.Module) -> nn.Module | Selection:
+        if part.layers is None:
+            return layers_of(value, part.target, self.run.model, self.run.head)
+        with self.run.recipe.blamed("regularisers", index, "layers"):
+            layers = some_layers(value, part.layers, self.run.model)
+        return layers + output_layer(self.run.head, part.target) if part.target == "all" else layers
 
     def terms(self) -> Mapping[str, Term]:
         return self.found
@@ -153,6 +167,15 @@ def layers_of(value: nn.Module, target: str, model: nn.Module, head: nn.Module) 
     chosen = value.select if isinstance(value, energy.Regulariser) else select
     layers = chosen(model, output=None)
     return layers if target == "model" else layers + output_layer(head, target)
+
+
+def some_layers(value: nn.Module, words: Layers, model: nn.Module) -> Selection:
+    """Those layers of the model that an energy is of and that a recipe chooses, of which there must be some."""
+    selects = value.select if isinstance(value, energy.Regulariser) else select
+    layers = selects(model, **words.choice)
+    if not len(layers):
+        selection.chosen(model, layers.left)
+    return layers
 
 
 def output_layer(head: nn.Module, target: str = "all") -> Selection:

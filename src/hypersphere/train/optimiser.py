@@ -32,7 +32,10 @@ def parameter_groups(
         weight_decay=recipe.weight_decay,
         head_lr=recipe.lr * recipe.head_lr,
         decay=recipe.decay,
-        rules=recipe.rules,
+        rules=[
+            optim.Rule(rule.match, rule.lr, rule.weight_decay, **({} if rule.layers is None else rule.layers.choice))
+            for rule in recipe.rules
+        ],
     )
     return [{**group, "lr": torch.tensor(group["lr"], device=device), "base_lr": group["lr"]} for group in groups]
 
