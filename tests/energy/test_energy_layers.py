@@ -9,7 +9,16 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import hypersphere as hs
-from hypersphere.energy import MHE, Orthonormal, RPCoMHE, compressive_energy, hyperspherical_energy, select
+from hypersphere.energy import (
+    MHE,
+    Orthonormal,
+    RPCoMHE,
+    compressive_energy,
+    create,
+    energies,
+    hyperspherical_energy,
+    select,
+)
 from hypersphere.energy.layers import Selection, neurons
 from hypersphere.energy.report import report
 from hypersphere.energy.theory import floor_energy, random_energy
@@ -455,6 +464,14 @@ def test_report_gives_the_value_of_the_regulariser_itself():
     assert str(found).splitlines()[-1].startswith("values of Orthonormal(")
     with pytest.raises(ArgumentError, match=r"^energy must be a regulariser, got ReLU"):
         report(model, nn.ReLU())
+
+
+@pytest.mark.parametrize("name", sorted(energies))
+def test_every_member_reports(name):
+    model = nn.Sequential(nn.Linear(40, 6), nn.ReLU(), nn.Linear(6, 4))
+    member = create(name, **({"include": "*"} if name == "mhe-gan" else {}))
+    member.prepare(model)
+    assert str(member.report(model)) == str(report(model, member))
 
 
 def test_a_wide_layer_starts_close_to_the_floor():

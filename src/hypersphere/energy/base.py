@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from hypersphere.errors import ArgumentError, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, transformed
 from hypersphere.registry import Registry
 from hypersphere.selection import Output
+
+if TYPE_CHECKING:
+    from hypersphere.energy.report import Report
 
 energies: Registry[nn.Module] = Registry("energy")
 
@@ -222,6 +225,17 @@ class Regulariser(nn.Module):
         finally:
             self.train(training)
         return {layer.name: found[layer.name] for layer in selection}
+
+    def report(self, model: nn.Module | Selection) -> Report:
+        """Value of every layer, and what is known of it: :func:`hypersphere.energy.report` of this regulariser.
+
+        Example:
+            >>> [row.name for row in create("koleo").report(nn.Sequential(nn.Linear(8, 4), nn.ReLU())).rows]
+            ['0']
+        """
+        from hypersphere.energy.report import report  # noqa: PLC0415 (which looks at regularisers)
+
+        return report(model, self)
 
     def _move(self) -> None:
         """Called before something of its own moves along with a value, which must not be where transforms look on."""

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hypersphere.energy.base import Regulariser, energies
 from hypersphere.energy.chords import present
-from hypersphere.energy.layers import Selection
 from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Riesz
-from hypersphere.energy.report import Report, report
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 
@@ -148,10 +146,6 @@ class MHE(Regulariser):
     def counts_lengths(self) -> bool:
         """Whether short vectors count less."""
         return self.eps > 0
-
-    def report(self, model: nn.Module | Selection) -> Report:
-        """Energy of every layer beside its floor and what random directions have."""
-        return report(model, self)
 
     def extra_repr(self) -> str:
         """The options."""
