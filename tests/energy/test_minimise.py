@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -286,10 +287,26 @@ def test_arguments():
         ("max_move", {"max_move": 0.0}),
         ("beta", {"s": math.inf, "beta": torch.ones(4)}),
     ):
-        with pytest.raises(ArgumentError, match=f"^{argument} must be"):
+        with pytest.raises(ArgumentError, match=f"^{argument} must "):
             minimise((4, 3), **options)
     with pytest.raises(ArgumentError, match=r"^points must have shape"):
         minimise(torch.zeros(3))
+    for points, told in (
+        ((4,), "a tensor (n, d) or the two sizes n and d, got (4,)"),
+        (4, "a tensor (n, d) or the two sizes n and d, got 4"),
+        ((2.5, 3), "a whole number, got 2.5"),
+    ):
+        with pytest.raises(ArgumentError, match="^" + re.escape(f"points must be {told}")):
+            minimise(points)
+
+
+def test_options_without_a_meaning_beside_a_member_are_refused():
+    beta = torch.ones(4)
+    for argument, options in (("s", {"s": 1}), ("angular", {"angular": True}), ("beta", {"beta": beta})):
+        with pytest.raises(ArgumentError, match=f"^{argument} must not be given with energy="):
+            minimise((4, 3), energy="koleo", **options)
+    with pytest.raises(ArgumentError, match=r"^half_space must not be given with energy="):
+        minimise((4, 3), energy=energies.create("koleo"), half_space=True)
 
 
 # What is claimed of them.

@@ -21,7 +21,7 @@ from hypersphere.energy.compressive import START_RATE
 from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.uniformity import MHS, nearest
-from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_count, check_range
 from hypersphere.geometry import angle, at_least_float32, full_precision, normalise
 
 METHODS = ("lbfgs", "projected", "riemannian")
@@ -86,11 +86,12 @@ def minimise(
         half_space: Count the mirror image of every point as a point: lines, not points, repel each other.
         angular: Take angles as distances, not chords.
         beta: Lengths ``(n,)`` of the vectors in place of 1; longer ones move less.
-        energy: Minimise this instead: a regulariser or its name, such as ``"koleo"``, of unit vectors, as for a hidden
-            layer. One with kinks (the nearest neighbour, the worst place on the sphere) is approached through smooth
-            forms, ``steps`` for each. One whose projections are drawn or move in training takes ``steps`` of falling
-            size along its gradient, whatever the method, the projections drawn and moved before each as the member
-            says; its energy is that under the last ones. It is copied: its own state stays as it is.
+        energy: Minimise this instead: a regulariser, with its own options, or the name of one, such as ``"koleo"``, of
+            unit vectors, as for a hidden layer. One with kinks (the nearest neighbour, the worst place on the sphere)
+            is approached through smooth forms, ``steps`` for each. One whose projections are drawn or move in training
+            takes ``steps`` of falling size along its gradient, whatever the method, the projections drawn and moved
+            before each as the member says; its energy is that under the last ones. It is copied: its own state stays as
+            it is.
         method: ``"lbfgs"``, ``"projected"`` or ``"riemannian"``.
         steps: Most steps; it ends earlier where nothing moves any more.
         lr: Fixed step size of the gradient methods, by the gradient of the energy.
@@ -112,7 +113,8 @@ def minimise(
     if lr is not None:
         check_range("lr", lr, 0, open_low=True)
     start = _starts(points, restarts, generator, device)
-    member = _member(s, half_space, beta, energy)
+    _check_space(s, half_space, angular, beta, energy)
+    member = _member(s, half_space, energy)
     search = _Search(method, steps, lr, max_move, trajectory)
     members: list[Regulariser] = []
     with full_precision(start):
@@ -203,21 +205,35 @@ def _starts(
         given = at_least_float32(points.detach()).unsqueeze(0)
         restarts, dtype, device = restarts - 1, given.dtype, given.device
     else:
+        if not isinstance(points, Sequence) or len(points) != 2:
+            raise ArgumentError("points", f"must be a tensor (n, d) or the two sizes n and d, got {points!r}")
         n, d = points
-        check_range("points", n, 1)
-        check_range("points", d, 1)
+        check_count("points", n)
+        check_count("points", d)
         given, dtype = torch.empty(0, n, d, dtype=torch.float64, device=device), torch.float64
     source = "cpu" if generator is None else generator.device
     drawn = torch.randn(restarts, *given.shape[1:], generator=generator, dtype=dtype, device=source).to(device)
     return unit_vectors(torch.cat([given, drawn]))
 
 
-def _member(s: float, half_space: bool, beta: Tensor | None, energy: str | Regulariser | None) -> Regulariser | None:
-    """A regulariser to minimise, apart from any that somebody else holds; ``None`` for the Riesz energy."""
+def _check_space(
+    s: float, half_space: bool, angular: bool, beta: Tensor | None, energy: str | Regulariser | None
+) -> None:
+    """Refuse options of the Riesz energy that would say nothing of what is minimised in its place."""
     if energy is None:
         check_range("s", s, infinite=True)
-        if s == math.inf and beta is not None:
-            raise ArgumentError("beta", "must be None for infinite s")
+        given, other = {"beta": s == math.inf and beta is not None}, "infinite s"
+    else:
+        given = {"s": s != 2, "half_space": half_space and not isinstance(energy, str)}
+        given |= {"angular": angular, "beta": beta is not None}
+        other = "energy=, whose own options count"
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ArgumentError(name, f"must not be given with {other}")
+
+
+def _member(s: float, half_space: bool, energy: str | Regulariser | None) -> Regulariser | None:
+    """A regulariser to minimise, apart from any that somebody else holds; ``None`` for the Riesz energy."""
+    if energy is None:
         return MHS(distance="chord", half_space=half_space).eval() if s == math.inf else None
     module: nn.Module | str = energy
     if isinstance(energy, str):
