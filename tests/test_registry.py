@@ -468,3 +468,39 @@ def test_remove(shapes):
     with pytest.raises(UnknownNameError):
         shapes.remove("cap")
     shapes.register("cap")(Shape)
+
+
+def _classes_of_members():
+    families = hs.testing.contracts().values()
+    for registry in (
+        contract.registry for contract in families if contract.registry.family not in ("model", "section")
+    ):
+        for name in registry:
+            factory = registry[name].factory
+            if inspect.isclass(factory) and factory.__module__.startswith("hypersphere."):
+                yield pytest.param(registry, name, id=f"{registry.family}-{name}")
+
+
+@pytest.mark.parametrize(("registry", "name"), list(_classes_of_members()))
+def test_a_class_answers_an_unknown_option_as_create_does(registry, name):
+    """Built directly or by name, the answer is the same and lists every option."""
+    entry = registry[name]
+    with pytest.raises(ArgumentError, match=f"^wrong_option is not an option of '{name}'") as direct:
+        entry.factory(wrong_option=2)
+    with pytest.raises(ArgumentError) as named:
+        registry.create(name, *(3 for _ in entry.positional), wrong_option=2)
+    text = str(direct.value)
+    assert all(option.name in text for option in entry.options)
+    assert text.startswith(str(named.value).partition(" (allowed")[0])
+
+
+def test_what_is_no_unknown_option_stays_the_error_that_it_is():
+    class Mine(hs.energy.MHE):
+        def __init__(self, **options):
+            super().__init__(**options)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'power'"):
+        Mine(power=2)  # it is not registered
+    with pytest.raises(TypeError, match="positional argument"):
+        hs.energy.MHE(2.0)
+    assert list(inspect.signature(hs.nn.operators["ball"].factory).parameters)[:2] != ["args", "options"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.geometry import arccos, arccos_slope, at_least_float32, safe_sqrt
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 _STEP = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 """Distance from 1 at which an inverse stops."""
@@ -34,7 +34,7 @@ def create(name: str | Mapping[str, Any] | Angular, **options: Any) -> Angular:
 
 
 @dataclass(frozen=True)
-class Angular:
+class Angular(metaclass=Member):
     """A function of an angle, given on angles or on cosines; a subclass defines at least one of the two."""
 
     def __call__(self, theta: Tensor) -> Tensor:

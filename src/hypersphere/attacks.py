@@ -11,7 +11,7 @@ Budgets and steps are in units of the pixels' range, so that the published 8 of 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.geometry import at_least_float32
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 Predict = Callable[[Tensor], Tensor]
 Norm = Literal["linf", "l2"]
@@ -36,7 +36,11 @@ TINY = 1e-30
 """What lengths of gradients are at least, where something is divided by them."""
 
 
-class Attack(ABC):
+class _AttackType(Member, ABCMeta):
+    """Abstract members."""
+
+
+class Attack(metaclass=_AttackType):
     """Base of the attacks: checks what it is given, and leaves the rest to :meth:`perturb`."""
 
     in_step: ClassVar[bool] = True

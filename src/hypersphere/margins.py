@@ -31,7 +31,7 @@ from hypersphere import angular
 from hypersphere.angular import Angular, Cosine
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import arccos, at_least_float32
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 Parameter: TypeAlias = float | Tensor
 """A margin's size: one number, or a tensor that broadcasts against the target values."""
@@ -62,7 +62,7 @@ def register(name: str, psi: Callable[..., Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Margin:
+class Margin(metaclass=Member):
     """A target function; a subclass defines it on angles and, where that is cheaper, on cosines."""
 
     def psi(self, theta: Tensor, **m: Any) -> Tensor:

@@ -301,6 +301,48 @@ class Registry(Generic[T]):
         return self.create(typing.cast(str, given), **options)
 
 
+class Member(type):
+    """The class of the families' base classes: a member built with an unknown option answers with all that there are.
+
+    Example:
+        >>> class Shape(metaclass=Member): ...
+        >>> shapes = Registry[Shape]("shape", kind=Shape)
+        >>> @shapes.register("square")
+        ... class Square(Shape):
+        ...     def __init__(self, side: float = 1.0) -> None: ...
+        >>> Square(edge=2.0)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: edge is not an option of 'square'. (allowed: side)
+    """
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Build a member."""
+        try:
+            return super().__call__(*args, **options)
+        except TypeError:
+            refusal = _refusal(cls, options)
+            if refusal is None:
+                raise
+            raise refusal from None
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of ``__init__``, for help and editors, which would see the one above."""
+        start = next(vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind))
+        signature = inspect.signature(start)
+        return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
+
+
+def _refusal(factory: Callable[..., Any], options: Iterable[str]) -> ArgumentError | None:
+    """What is wrong with the names of options, if something is, by the entry of a factory that is registered."""
+    for entry in (entry for registry in _ALL for entry in registry.entries() if entry.factory is factory):
+        try:
+            entry.check(options, called=True)
+        except ArgumentError as error:
+            return error
+    return None
+
+
 _ALL: WeakSet[Registry[Any]] = WeakSet()
 _BY_KIND: WeakValueDictionary[type[Any], Registry[Any]] = WeakValueDictionary()
 

@@ -8,10 +8,10 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 
-class Augmentation:
+class Augmentation(metaclass=Member):
     """A random change of training samples; one of your own implements ``__call__`` and says how much it draws.
 
     It is device work without a wait and without shapes that depend on values, since it is part of a captured step. All

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hypersphere.energy.layers import Neurons, Selection, select
 from hypersphere.errors import ArgumentError, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, transformed
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 from hypersphere.selection import Output
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def gather(matrices: Sequence[Tensor]) -> Tensor:
     return batch
 
 
-class Regulariser(nn.Module):
+class Regulariser(nn.Module, metaclass=Member):
     """A term of the loss that depends on weights alone.
 
     Called on a matrix ``(n, d)`` of row vectors it gives that matrix' value. Called on a model it gives the sum over

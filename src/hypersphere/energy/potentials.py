@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 
 def create(name: str | Potential, **options: float) -> Potential:
@@ -30,7 +30,7 @@ def create(name: str | Potential, **options: float) -> Potential:
 
 
 @dataclass(frozen=True)
-class Potential:
+class Potential(metaclass=Member):
     """What a pair of directions adds to an energy; a subclass defines value and slope.
 
     Example:

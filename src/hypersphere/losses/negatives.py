@@ -22,7 +22,7 @@ from hypersphere import angular
 from hypersphere.angular import Angular, Cosine
 from hypersphere.geometry import arccos, arccos_slope
 from hypersphere.margins import AdditiveAngle, Parameter
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 _known: WeakValueDictionary[str, Negatives] = WeakValueDictionary()
 _count = itertools.count()
@@ -50,7 +50,7 @@ def create(name: str | Mapping[str, Any] | Negatives, **options: Any) -> Negativ
 
 
 @dataclass(frozen=True)
-class Negatives:
+class Negatives(metaclass=Member):
     r"""A rule of the non-target classes; a subclass defines the value and its slope.
 
     A rule of your own is a frozen dataclass. It defines ``_value`` and ``_slope``, its derivative by the cosine, and

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from hypersphere.losses.theory import reachable_probability, suggest_scale
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 if TYPE_CHECKING:
     from hypersphere.losses.head import MarginSoftmax
@@ -42,7 +41,7 @@ def create(name: str, *sizes: int, **options: Any) -> MarginSoftmax:
     return losses.create(name, *sizes, **options)
 
 
-class HeadType(type):
+class HeadType(Member, type):
     """The class of head classes: lets every head be built with the names that other libraries have for its arguments.
 
     ``margin`` and ``scale`` stand for ``m`` and ``s``, ``embedding_size`` or ``in_features`` for ``dim``,
@@ -51,21 +50,10 @@ class HeadType(type):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Build a head."""
-        entry = losses.find(cls)
-        options = losses.canonical(options, entry)
-        if entry is not None:
-            entry.check(options, called=True)
-        head = super().__call__(*args, **options)
+        head = super().__call__(*args, **losses.canonical(options, losses.find(cls)))
         if message := _scale_warning(head):
             warnings.warn(message, stacklevel=_levels_to_the_user())
         return head
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """That of ``__init__``, for help and editors, which would see the one above."""
-        start = next(vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind))
-        signature = inspect.signature(start)
-        return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
 
 def _scale_warning(head: MarginSoftmax) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hypersphere.errors import ArgumentError, check_range
+from hypersphere.registry import Member
 
 
 class _BatchStatistics(_BatchNorm):
@@ -18,7 +19,7 @@ class _BatchStatistics(_BatchNorm):
         pass
 
 
-class SphereNorm(nn.Module):
+class SphereNorm(nn.Module, metaclass=Member):
     r"""Rescaling of the responses of a cosine sphere convolution, which is the normalisation itself.
 
     .. math:: y_f = \beta_f\, F_f + \gamma_f

@@ -19,7 +19,7 @@ from hypersphere import angular as angulars_module
 from hypersphere.angular import Angular, Cosine, Sigmoid
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import EPS, at_least_float32, full_precision, in_forward_mode, safe_sqrt
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 Sharing = Literal["filter", "layer", "network"]
 Weighting = Literal["none", "linear", "joint", "separate"]
@@ -58,7 +58,7 @@ def is_zero(squared_norm: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Operator:
+class Operator(metaclass=Member):
     r"""A decoupled operator :math:`f(w, x) = H(\|w\|, \|x\|)\, g(\theta)`.
 
     ``weighting`` says how the norm of the kernel enters: ``"none"`` :math:`h(\|x\|)`, ``"linear"``

@@ -35,7 +35,7 @@ from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, exact_products, full_precision, transformed
 from hypersphere.orthogonal import algebra
 from hypersphere.orthogonal.algebra import eye, product, skew
-from hypersphere.registry import Registry
+from hypersphere.registry import Member, Registry
 
 __all__ = [
     "SPD",
@@ -94,7 +94,7 @@ def _checked(name: str, x: Tensor) -> Tensor:
     return at_least_float32(x)
 
 
-class Map:
+class Map(metaclass=Member):
     """A function from ``P`` to ``R``, both ``(..., d, d)``; subclasses are frozen dataclasses of their options.
 
     A map of your own needs :meth:`evaluate` and, under a name, ``@maps.register(name)``.

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32
 from hypersphere.losses.registry import losses
+from hypersphere.registry import Member
 
 FORMS = ("non-saturating", "hinge", "wasserstein")
 
 
 @losses.register("gan")
-class GANLoss(nn.Module):
+class GANLoss(nn.Module, metaclass=Member):
     r"""Adversarial losses of scores: non-saturating (logistic), hinge or Wasserstein; for models of two players.
 
     ================ ========================================= =======================
