@@ -658,8 +658,8 @@ def test_warning_of_a_scale_that_is_too_small(name):
 def test_memory_estimate():
     found = memory_estimate(128, 1000, 64, path="dense")
     assert found.weights == found.gradient == found.optimiser == 1000 * 64 * 4
-    assert found.work == 7 * 128 * 1000 * 4
-    assert found.total == 3 * 256_000 + 3_584_000
+    assert found.work == 5 * 128 * 1000 * 4
+    assert found.total == 3 * 256_000 + 2_560_000
     chunked = memory_estimate(128, 10**6, 64)
     assert chunked.work == 4 * CHUNK_ELEMENTS * 4 == 128 * 2**20
     assert chunked.weights == 256 * 10**6

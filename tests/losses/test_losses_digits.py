@@ -223,3 +223,25 @@ def test_compiled_steps_take_weights_as_they_are(name, options):
         found.append(torch.autograd.grad(call(leaf, y), [leaf, head.weight]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+# ------------------------------------------------------------------------------------------------ large logits
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_probabilities_of_large_logits_add_up_to_one(path, labels, scale):
+    """Two classes nearly alike: what is left of their logits is small, and the sum of the gradients by them is not."""
+    weight = draw(7, 5)
+    weight[2] = weight[1] + draw(5, seed=1) / scale
+    x = ((weight[1] + 0.3 * draw(16, 5, seed=2)) * scale).float()
+    y = torch.zeros(16, dtype=torch.int64)
+    head = build("softmax", 5, 7, path=path)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+    given = y if labels == "hard" else torch.nn.functional.one_hot(y, 7).float()
+    (by_x,) = torch.autograd.grad(head(leaf, given), leaf)
+    loss = torch.nn.functional.cross_entropy(wide @ head.weight.detach().double().T, y)
+    assert off(by_x, torch.autograd.grad(loss, wide)[0]) < 2e-6

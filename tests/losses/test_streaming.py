@@ -311,10 +311,10 @@ def test_operators_are_well_formed(rule, extras):
     assert [a.name for a in forward._schema.arguments] == [*ClassProblem._fields, "keep"]
     torch.library.opcheck(forward, (*problem.packed(), True))
 
-    result, _, target, *_ = forward(*problem.packed(), True)
+    result, _, target, _, _, top, *_ = forward(*problem.packed(), True)
     ones = torch.ones(3).double()
     upstream = (ones, ones if extras else None, ones, None, ones if extras else None)
-    kept = (result, target, torch.empty(0, dtype=torch.float16), torch.empty(0).double())
+    kept = (result, top, target, torch.empty(0, dtype=torch.float16), torch.empty(0).double())
     backward = torch.ops.hypersphere.class_gradients.default
     arguments = (*upstream, *kept, *problem.packed(), True)
     torch.library.opcheck(backward, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))

@@ -250,7 +250,8 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
 
         Args:
             negatives: The rule's reduction of the non-target logits.
-            target: Target logits.
+            target: Target logits. Where a softmax follows, both may be less a constant of the sample, which they
+                differ from each other without: that of large logits would take the digits of their difference along.
         """
         if not self.spec.negatives.softmax:
             return self.spec.negatives.target_term(target) + negatives

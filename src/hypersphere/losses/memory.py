@@ -8,7 +8,7 @@ from hypersphere.errors import check_choice, check_range
 from hypersphere.losses.streaming import CHUNK_ELEMENTS
 
 FLOAT = 4
-DENSE_MATRICES = 7
+DENSE_MATRICES = 5
 """Matrices of batch x classes that the dense path holds at its peak; measured."""
 FUSED_ELEMENTS = 2**28
 """Probabilities that the kernels of the chunked path hold at once."""

@@ -93,7 +93,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         logits = negative_logits(head, cosines, scale, parameters)
         total = _floored_total(head, logits, found.negatives, target, _is_target(batch.labels, logits))
     own = None if class_weights is None else class_weights[columns]
-    values = _weighted(head, batch, (found.negatives, total, target), own, class_weights, problem.classes)
+    values = _weighted(head, batch, (found.reduced, total, target), own, class_weights, problem.classes, found.top)
     counts = torch.ones_like(values) if own is None else own
     if batch.valid is None:
         return values, counts
@@ -121,6 +121,9 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
         negatives, total = _by_target(head, cosines, scale, parameters, target)
     else:
         logits = negative_logits(head, cosines, scale, parameters)
+        if spec.negatives.softmax:  # which does not change when all logits do; large ones would be rounded in it
+            top = logits.detach().amax(1, keepdim=True)
+            logits, target = logits - top, target - top
         negatives, weighted = others(spec.negatives, logits), logits if weights is None else logits * weights
         total = weighted.sum(1, keepdim=True) - weighted
     values = _weighted(head, batch, (negatives, total, target), weights, weights, head.classes)
@@ -147,6 +150,7 @@ def _weighted(
     own: Tensor | None,
     weights: Tensor | None,
     compared: int,
+    top: Tensor | float = 0.0,
 ) -> Tensor:
     """The losses :math:`L_y` of :func:`sample_losses`, of the shape of the target logits.
 
@@ -157,10 +161,11 @@ def _weighted(
         own: Weights of the targets, which broadcast against their logits.
         weights: Weights of the classes compared with, ``(K,)``.
         compared: Their number K.
+        top: What the reduction is less than that of the logits themselves.
     """
     negatives, total, target = found
     spec, factor = head.spec, head.loss_factor
-    plain = head.sample_loss(negatives, target) if compared > 1 or not spec.negatives.softmax else 0 * target
+    plain = head.sample_loss(negatives, target - top) if compared > 1 or not spec.negatives.softmax else 0 * target
     values = factor * plain + _column(head.penalty(batch), target)
     if own is not None:
         values = values * own

@@ -96,8 +96,8 @@ class ClassProblem(NamedTuple):
 class Statistics(NamedTuple):
     """Of each sample, over the classes."""
 
-    negatives: Tensor
-    """``(B,)`` log-sum-exp of the non-target logits, or the sum of their terms."""
+    reduced: Tensor
+    """``(B,)`` log-sum-exp of the non-target logits less the largest of them, or the sum of their terms."""
     total: Tensor
     """``(B,)`` sum of the non-target logits; empty unless asked for."""
     target: Tensor
@@ -106,6 +106,13 @@ class Statistics(NamedTuple):
     """``(B,)`` norm of the target's weight; empty for unit weights and several sub-centres."""
     angle: Tensor
     """``(B,)`` angle to the target, from both vectors, with all digits next to 0 and pi; empty unless asked for."""
+    top: Tensor
+    """``(B,)`` the largest non-target logit, no gradient; 0 where no softmax follows."""
+
+    @property
+    def negatives(self) -> Tensor:
+        """``(B,)`` log-sum-exp of the non-target logits, or the sum of their terms."""
+        return self.reduced + self.top
 
 
 def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statistics:
@@ -125,7 +132,7 @@ def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statist
     if not chunked or transformed():
         return _dense(problem)
     keep = torch.is_grad_enabled() and (problem.units.requires_grad or problem.weight.requires_grad)
-    return Statistics(*_statistics(*problem.packed(), keep)[:5])
+    return Statistics(*_statistics(*problem.packed(), keep)[:6])
 
 
 def _dense(problem: ClassProblem) -> Statistics:
@@ -146,9 +153,13 @@ def _dense(problem: ClassProblem) -> Statistics:
     logits = scaled(rule.value(cosines, *problem.parameters), problem.scale, problem.offset, problem.bias)
     is_target = torch.arange(cosines.shape[1], device=labels.device) == labels.unsqueeze(1)
     if rule.softmax:
-        negatives = logits.masked_fill(is_target, float("-inf")).logsumexp(1)
+        others = logits.masked_fill(is_target, float("-inf"))
+        top = others.detach().amax(1).clamp(min=torch.finfo(logits.dtype).min)
+        # Large logits are rounded: what is made of them must not be, or probabilities do not add up to 1.
+        reduced = _logarithm(others.sub_(top.unsqueeze(1)).exp_().sum(1))
     else:
-        negatives = rule.term(logits).masked_fill(is_target, 0.0).sum(1)
+        reduced = rule.term(logits).masked_fill(is_target, 0.0).sum(1)
+        top = torch.zeros_like(reduced.detach())
     if torch.compiler.is_compiling():  # a sum is part of the pass over the logits, a gather one of its own
         target = cosines.masked_fill(~is_target, 0.0).sum(1)
     else:
@@ -160,12 +171,18 @@ def _dense(problem: ClassProblem) -> Statistics:
         weighted = logits if problem.class_weights is None else logits * problem.class_weights
         total = weighted.masked_fill(is_target, 0.0).sum(1)
     return Statistics(
-        negatives,
+        reduced,
         total,
         target,
         torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels] if lengths else units.new_empty(0),
         angle,
+        top,
     )
+
+
+def _logarithm(sums: Tensor) -> Tensor:
+    """Of sums that are 0 where there is no class but the target."""
+    return sums.clamp(min=torch.finfo(sums.dtype).tiny).log()
 
 
 class _LowProduct(torch.autograd.Function):
@@ -398,6 +415,7 @@ class _Kept(NamedTuple):
     """What the backward pass needs of the forward pass."""
 
     result: Tensor
+    top: Tensor
     target: Tensor
     half: Tensor
     inverse: Tensor
@@ -426,13 +444,13 @@ def _schema(kind: Any, prefix: str = "") -> str:
 
 _PROBLEM = _schema(ClassProblem)
 _TENSORS = ("units", "weight", "labels", "scale", "offset", "bias", "class_weights", "features")
-_SIX, _SEVEN = (f"({', '.join(['Tensor'] * count)})" for count in (6, 7))
+_SIX, _EIGHT = (f"({', '.join(['Tensor'] * count)})" for count in (6, 8))
 
 
 @torch.library.custom_op(
     "hypersphere::class_statistics",
     mutates_args=(),
-    schema=f"({_PROBLEM}, bool keep) -> {_SEVEN}",
+    schema=f"({_PROBLEM}, bool keep) -> {_EIGHT}",
 )
 def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
@@ -447,9 +465,10 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     half, inverse = units.new_empty(0, dtype=torch.float16), units.new_empty(0)
     if problem.low and (fused := _fused(problem)):
         result, half, inverse = fused.log_sum_exp(units, weight, labels, problem.scale, problem.unit, keep)
-        return result, target.new_empty(0), target, length, angle, half, inverse
+        return result, target.new_empty(0), target, length, angle, torch.zeros_like(result), half, inverse
     low_type = torch.float16 if problem.low else None
-    result = units.new_full((len(units),), float("-inf") if rule.softmax else 0.0)
+    result = units.new_zeros(len(units))
+    top = torch.full_like(result, torch.finfo(result.dtype).min if rule.softmax else 0.0)
     totals = torch.zeros_like(result) if problem.total else result.new_empty(0)
     for chunk in _chunks(weight, len(units), problem.subcentres, problem.unit, units.dtype):
         cosines = _compared(problem, chunk, low_type)
@@ -461,10 +480,12 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
             part = _part(problem.class_weights, chunk)
             totals += _put(logits.clone() if part is None else logits * part, place, 0.0).sum(1)
         if rule.softmax:
-            torch.logaddexp(result, _put(logits, place, float("-inf")).logsumexp(1), out=result)
+            others, before = _put(logits, place, float("-inf")), top
+            top = torch.maximum(before, others.amax(1))
+            result.mul_((before - top).exp_()).add_(others.sub_(top.unsqueeze(1)).exp_().sum(1))
         else:
             result += _put(rule.term(logits), place, 0.0).sum(1)
-    return result, totals, target, length, angle, half, inverse
+    return _logarithm(result) if rule.softmax else result, totals, target, length, angle, top, half, inverse
 
 
 def _logits(cosines: Tensor, problem: ClassProblem, chunk: _Chunk) -> Tensor:
@@ -489,6 +510,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         torch.empty_like(per_sample),
         torch.empty_like(per_sample) if problem.has_lengths else torch.empty_like(empty),
         torch.empty_like(empty) if problem.features is None else torch.empty_like(per_sample),
+        torch.empty_like(per_sample),
         weight.new_empty(weight.shape if kept else 0, dtype=torch.float16),
         units.new_empty(len(weight) if kept and problem.unit else 0),
     )
@@ -535,7 +557,7 @@ def _class_gradients(
         values = rule.value(cosines, *problem.parameters)
         place = _place(labels, chunk)
         logits = scaled(values, scale, offset, _part(bias, chunk))
-        by_logits = _by_logits(rule, logits, kept.result, upstream, _part(problem.class_weights, chunk))
+        by_logits = _by_logits(rule, logits, kept, upstream, _part(problem.class_weights, chunk))
         by_logits = _put(by_logits, place, 0.0)
         if bias is not None:
             by_bias[chunk.start : chunk.stop] = by_logits.sum(0)
@@ -560,7 +582,7 @@ def _class_gradients(
 
 def _read(arguments: Sequence[Any]) -> tuple[_Upstream, _Kept, ClassProblem, bool]:
     """The arguments of the gradients' operation."""
-    return _Upstream(*arguments[:5]), _Kept(*arguments[5:9]), ClassProblem.unpacked(arguments[9:-1]), arguments[-1]
+    return _Upstream(*arguments[:5]), _Kept(*arguments[5:10]), ClassProblem.unpacked(arguments[10:-1]), arguments[-1]
 
 
 def _fused_gradients(
@@ -596,10 +618,11 @@ def _tangent(by_rows: Tensor, chunk: _Chunk) -> Tensor:
     return by_rows.addcmul_(chunk.weight, along, value=-1).mul_(chunk.inverse)
 
 
-def _by_logits(rule: Negatives, logits: Tensor, result: Tensor, upstream: _Upstream, weights: Tensor | None) -> Tensor:
+def _by_logits(rule: Negatives, logits: Tensor, kept: _Kept, upstream: _Upstream, weights: Tensor | None) -> Tensor:
     """Gradient of the reductions by every logit; the memory of the logits may be used again."""
     if rule.softmax:
-        gradient = logits.sub_(result.unsqueeze(1)).exp_().mul_(upstream.result.unsqueeze(1))
+        share = upstream.result * (-kept.result).exp()
+        gradient = logits.sub_(kept.top.unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
     else:
         gradient = rule.term_slope(logits).mul_(upstream.result.unsqueeze(1))
     if upstream.total is None:
@@ -630,22 +653,22 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     problem = ClassProblem.unpacked(inputs[:-1])
-    result, _, target, *_, half, inverse = output
-    ctx.mark_non_differentiable(half, inverse)
+    result, _, target, *_, top, half, inverse = output
+    ctx.mark_non_differentiable(top, half, inverse)
     ctx.set_materialize_grads(False)  # a zero gradient of what is kept would be as large as the weights
     tensors = [getattr(problem, name) for name in _TENSORS]
-    ctx.save_for_backward(result, target, half, inverse, *tensors, *problem.parameters)
+    ctx.save_for_backward(result, top, target, half, inverse, *tensors, *problem.parameters)
     # With the rule itself, which so lives until the backward pass, whatever becomes of its head.
     ctx.settings = {name: value for name, value in problem._asdict().items() if name not in (*_TENSORS, "parameters")}
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    kept = _Kept(*ctx.saved_tensors[:4])
-    tensors = dict(zip(_TENSORS, ctx.saved_tensors[4:], strict=False))
-    problem = ClassProblem(**tensors, **ctx.settings, parameters=ctx.saved_tensors[4 + len(tensors) :])
+    kept = _Kept(*ctx.saved_tensors[:5])
+    tensors = dict(zip(_TENSORS, ctx.saved_tensors[5:], strict=False))
+    problem = ClassProblem(**tensors, **ctx.settings, parameters=ctx.saved_tensors[5 + len(tensors) :])
     result, total, target, length, angle = grads[:5]
     if torch.is_grad_enabled():  # a gradient that is differentiated again
-        return _smooth_backward(problem, grads[:5])
+        return _smooth_backward(problem, grads[:6])
     upstream = _Upstream(
         torch.zeros_like(kept.result) if result is None else result.contiguous(),
         total if problem.total else None,
