@@ -474,7 +474,7 @@ def test_landscape_command(trained, tmp_path, monkeypatch):
     assert line.exit_code == 0 and "(a) Loss" in Path("line.svg").read_text()
     assert "values must end in .npz or .json" in failure("landscape", trained, "--values", "v.txt")
     assert "dimensions must be 1 or 2" in failure("landscape", trained, "--dimensions", 3, "--device", "cpu")
-    assert "is not a run folder" in failure("landscape", tmp_path / "nowhere")
+    assert "does not exist" in failure("landscape", tmp_path / "nowhere")
 
 
 def test_values_that_json_does_not_know(trained, tmp_path, monkeypatch):

@@ -283,10 +283,14 @@ def test_resume_goes_on(run_folder, start):
 
 @pytest.mark.parametrize("command", ["resume", "evaluate", "report"])
 def test_folder_that_is_no_run(command, tmp_path, start):
-    for folder in (tmp_path, tmp_path / "nowhere"):
+    wrong = {
+        tmp_path: "is not a run folder: it has no recipe.yaml",
+        tmp_path / "nowhere": "does not exist: give a folder",
+    }
+    for folder, text in wrong.items():
         done = start(command, folder)
         assert done.code == 2 and done.out == ""
-        assert words(done.err) == f"error: {folder} is not a run folder: it has no recipe.yaml"
+        assert words(done.err).startswith(f"error: {folder} {text}")
 
 
 def test_evaluate_measures_the_checkpoint_again(run_folder, start):

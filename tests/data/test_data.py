@@ -32,7 +32,7 @@ from hypersphere.data import (
     load,
 )
 from hypersphere.data.sources import sources
-from hypersphere.data.splits import stratified_split
+from hypersphere.data.splits import decode_image, image_files, stratified_split
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.registry import UnknownNameError
 
@@ -757,3 +757,11 @@ def test_the_importer_writes_what_the_package_reads(tmp_path, rng, importer):
 def test_the_importer_names_what_it_does_not_find(tmp_path, importer):
     with pytest.raises(SystemExit, match=r"there is no train_lables\.json in"):
         importer["import_cifar10"](tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("read", [decode_image, image_files])
+def test_images_that_do_not_exist_are_said_so(tmp_path, read):
+    """There is nothing that could be replaced or deleted."""
+    with pytest.raises(DataError, match=r"nowhere does not exist: give .*folder of images") as told:
+        read(tmp_path / "nowhere")
+    assert "delete" not in str(told.value) and "decoded" not in str(told.value)

@@ -638,7 +638,7 @@ def test_commands_on_a_run(trained, tmp_path, monkeypatch):
     text = Path("h.svg").read_text()
     assert "digits-softmax: 379 test samples" in text and re.search(r"confidence: r = (\N{MINUS SIGN})?0\.\d\d", text)
     for name in ("features", "hardness"):
-        assert failure(name, tmp_path / "nowhere").endswith("is not a run folder: it has no recipe.yaml")
+        assert "nowhere does not exist: give a folder" in failure(name, tmp_path / "nowhere")
 
 
 def test_message_without_matplotlib(monkeypatch):

@@ -252,8 +252,10 @@ def test_a_gallery_of_another_model_is_refused(tmp_path):
 def test_files_that_are_no_galleries(tmp_path):
     from safetensors.torch import save_file
 
-    with pytest.raises(RunError, match="is not a file"):
+    with pytest.raises(RunError, match="none does not exist: give the file of a gallery"):
         Gallery.load(tmp_path / "none")
+    with pytest.raises(RunError, match="is not a file"):
+        Gallery.load(tmp_path)
     (tmp_path / "text").write_text("hello")
     save_file({"x": torch.ones(1)}, tmp_path / "other")
     head = {"format": 9}

@@ -397,7 +397,7 @@ def test_a_damaged_gallery_is_named(tmp_path):
 @pytest.mark.parametrize("path", ["nowhere", ".", "file"])
 def test_what_is_no_run_is_named(tmp_path, path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError, match="is not a run folder"):
+    with pytest.raises(RunError, match="nowhere does not exist" if path == "nowhere" else "is not a run folder"):
         load(tmp_path / path)
 
 

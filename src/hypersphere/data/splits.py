@@ -47,6 +47,8 @@ def decode_image(file: Path) -> Any:
     try:
         with image_module.open(file) as image:
             return upright(image).convert("RGB")
+    except FileNotFoundError as error:
+        raise DataError(f"{file} does not exist: give an image file, or a folder of images.") from error
     except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be decoded ({error}). Replace the file or delete it.") from error
 
@@ -59,8 +61,10 @@ def image_files(folder: Path) -> list[Path]:
     """The images in a folder and in its folders, in the order of their names, without hidden ones.
 
     Raises:
-        DataError: There is none.
+        DataError: There is none, or no such folder.
     """
+    if not folder.exists():
+        raise DataError(f"{folder} does not exist: give a folder of images.")
     files = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
     found = [file for file in sorted(files) if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     if not found:

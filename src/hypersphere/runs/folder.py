@@ -104,6 +104,8 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """An existing run."""
         run = cls(path)
+        if not run.path.exists():
+            raise RunError(f"{path} does not exist: give a folder that a training run wrote")
         if not run.recipe_file.is_file():
             raise RunError(f"{path} is not a run folder: it has no {run.recipe_file.name}")
         return run

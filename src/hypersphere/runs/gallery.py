@@ -293,7 +293,7 @@ class Gallery:
         """
         place, again = Path(path), "give the file of a gallery, or enrol its people again"
         if not place.is_file():
-            raise RunError(f"{place} is not a file: {again}")
+            raise RunError(f"{place} {'is not a file' if place.exists() else 'does not exist'}: {again}")
         found = artefacts.read(place, SCHEMA, version=VERSION, needed=("templates",), again=again)
         head = found.facts if found.version else found.facts.get("hypersphere_gallery", {"format": None})
         if not found.version and head["format"] != 1:

@@ -46,7 +46,7 @@ def load(
     Example:
         >>> load("nowhere")
         Traceback (most recent call last):
-        hypersphere.runs.artefacts.RunError: nowhere is not a run folder: it has no recipe.yaml
+        hypersphere.runs.artefacts.RunError: nowhere does not exist: give the folder of a run or a checkpoint
     """
     for plugin in plugins:
         plugin_files.load(plugin)
@@ -71,6 +71,8 @@ def load(
 
 def _located(path: Path) -> tuple[RunFolder, Path]:
     """The run and the checkpoint that a path means."""
+    if not path.exists():
+        raise RunError(f"{path} does not exist: give the folder of a run or a checkpoint")
     folder = path.parent if path.name == STATE else path
     if (folder / STATE).is_file() or path.name == STATE:
         return RunFolder.open(folder.parent.parent), folder

@@ -116,8 +116,8 @@ def load_run(folder: Path) -> Run:
     Raises:
         RunError: The folder or a needed file is missing, or a file cannot be read.
     """
-    if not folder.is_dir():
-        raise RunError(f"run folder {folder} does not exist; give a folder that a training run wrote")
+    if not folder.exists():
+        raise RunError(f"{folder} does not exist: give a folder that a training run wrote")
     for needed in ("recipe.yaml", "run.json", "metrics.jsonl"):
         if not (folder / needed).is_file():
             raise RunError(f"{folder} has no {needed}, so it is not a run; give a folder that a training run wrote")

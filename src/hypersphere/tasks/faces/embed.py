@@ -63,12 +63,12 @@ def photos(path: Path) -> list[Photo]:
     Example:
         >>> photos(Path("nowhere"))
         Traceback (most recent call last):
-        hypersphere.data.splits.DataError: there is no folder or image nowhere.
+        hypersphere.data.splits.DataError: nowhere does not exist: give a folder of images, or an image.
     """
     if path.is_file():
         return [_photo(path, path.parent)]
     if not path.is_dir():
-        raise DataError(f"there is no folder or image {path}.")
+        raise DataError(f"{path} does not exist: give a folder of images, or an image.")
     return [_photo(file, path) for file in image_files(path)]
 
 
@@ -169,7 +169,7 @@ class Embedder:
     Example:
         >>> Embedder(Path("nowhere"))
         Traceback (most recent call last):
-        hypersphere.runs.artefacts.RunError: nowhere is not a run folder: it has no recipe.yaml
+        hypersphere.runs.artefacts.RunError: nowhere does not exist: give the folder of a run or a checkpoint
     """
 
     def __init__(
