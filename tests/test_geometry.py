@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hypersphere import geometry as g
 from hypersphere.errors import ArgumentError
@@ -273,16 +275,81 @@ def test_zero_vectors(dtype):
             assert (grad[[0, 2]] == 0).all(), name
 
 
+class Watched(TorchDispatchMode):
+    """Someone stands between the operations and the numbers, which are not looked at then."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(("dtype", "lost", "kept"), [(torch.float32, 1e-20, 1e-18), (torch.float64, 1e-155, 1e-153)])
-def test_where_a_vector_counts_as_zero(dtype, lost, kept):
+def test_where_a_vector_counts_as_zero_unless_it_is_looked_at(dtype, lost, kept):
     x = torch.tensor([[0.6, 0.8]], dtype=dtype)
     tiny = leaf(x * lost)
-    assert (g.normalise(tiny) == 0).all()
-    assert g.cosine(tiny, x).item() == 0
-    (grad,) = torch.autograd.grad(g.cosine(tiny, x[:, [1, 0]]).sum(), tiny)
-    assert (grad == 0).all()
-    assert_close(g.normalise(x * kept), x.double(), rtol=1e-5)
-    assert g.cosine(x * kept, x).item() == pytest.approx(1, rel=1e-5)
+    assert_close(g.normalise(tiny), x.double(), rtol=1e-5)
+    with Watched():
+        assert (g.normalise(tiny) == 0).all()
+        assert g.cosine(tiny, x).item() == 0
+        (grad,) = torch.autograd.grad(g.cosine(tiny, x[:, [1, 0]]).sum(), tiny)
+        assert (grad == 0).all()
+        assert_close(g.normalise(x * kept), x.double(), rtol=1e-5)
+        assert g.cosine(x * kept, x).item() == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_float32_takes_every_norm_that_it_has(name):
+    """Values and slopes are those of float64 on a processor; elsewhere no direction is 0 in silence."""
+    function = PAIRS[name][0]
+    lengths = torch.tensor([[1e-37], [1e-25], [1.0], [1e25], [1e37]], dtype=torch.float64)
+    x, y = (lengths * draw(5, 4)).float(), (lengths.flip(0) * draw(5, 4)).float()
+    near, wanted = (leaf(x), leaf(y)), (leaf(x.double()), leaf(y.double()))
+    assert_close(function(*near), function(*wanted), rtol=1e-5, atol=1e-5)
+    weights = draw(*function(*near).shape)
+    slopes = [torch.autograd.grad((function(*v) * weights).sum(), v) for v in (near, wanted)]
+    for found, right, v in zip(*slopes, wanted, strict=True):
+        size = v.detach().norm(dim=1, keepdim=True)
+        usual = size.squeeze(1) < 1e30  # beyond, slopes are less than the least normal number
+        assert_close((found * size)[usual], (right * size)[usual], rtol=1e-4, atol=1e-4)
+    with Watched():
+        assert function(x[3:4], y[2:3]).isnan().any()
+    assert torch.compile(g.normalise, backend="eager")(x)[3].isnan().all()
+
+
+@pytest.mark.parametrize("norms", [1e-37, 1e25])
+def test_norms_of_every_size(norms):
+    x = leaf((norms * draw(3, 4)).float())
+    assert_close(g.norm(x).double(), x.detach().double().norm(dim=1), rtol=1e-6)
+    (slope,) = torch.autograd.grad(g.norm(x).sum(), x)
+    assert_close(slope.double(), F.normalize(x.detach().double(), eps=0), rtol=1e-5)
+
+
+SMOOTH = [*(name for name in PAIRS if name != "slerp"), "norm", "normalise", "self"]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_second_derivatives_at_zero_vectors(name, watched):
+    """They are finite and 0 there, elsewhere those of plain arithmetic; first ones are the same with and without."""
+    y, zero = draw(4, 3), torch.tensor([False, True, False, False])
+    function = {**{k: f for k, (f, _) in SINGLES.items()}, "self": lambda x: g.angle(x, x.detach())}.get(name)
+    function = function or (lambda x: PAIRS[name][0](x, y))
+    x, along = leaf(draw(4, 3).masked_fill(zero[:, None], 0)), draw(4, 3).masked_fill(zero[:, None], 0)
+    weights, aside = draw(*function(x).shape), draw(4, 3)
+
+    def total(x):
+        return (function(x).square() * weights).sum()
+
+    with Watched() if watched else nullcontext():
+        (plain,) = torch.autograd.grad(total(x), x)
+        (first,) = torch.autograd.grad(total(x), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * aside).sum(), x, retain_graph=True)
+        (turned,) = torch.autograd.grad((first * along).sum(), x)
+    assert torch.equal(plain, first)
+    assert (second[zero] == 0).all()
+    step = 1e-6
+    near = [torch.autograd.grad(total(v), v)[0] for v in (leaf(x + step * along), leaf(x - step * along))]
+    assert_close(turned, (near[0] - near[1]) / (2 * step), rtol=1e-5, atol=1e-6)
+    assert_close(torch.func.jvp(torch.func.grad(total), (x.detach(),), (along,))[1], turned, rtol=1e-9, atol=1e-9)
 
 
 def test_nan_and_infinity_are_not_hidden():

@@ -4,10 +4,12 @@ Rules that hold for every function here:
 
 * Half and bfloat16 input is computed in float32, also under autocast, and results that measure something
   (norms, cosines, angles) stay in float32: the float just below 1 is 5 degrees away in bfloat16.
-* A vector whose norm is below ``sqrt(tiny)`` of its type (1e-19 in float32: its square is no longer a normal
-  number) counts as the zero vector. The zero vector has direction 0, cosine 0 with everything, angle pi/2 to
-  everything, and passes no gradient through its direction.
-* Norms must stay below the square root of the type's largest number (1.8e19 in float32), or their square overflows.
+* The zero vector has direction 0, cosine 0 with everything, angle pi/2 to everything, and passes no gradient through
+  its direction; second derivatives are finite there, too. A vector counts as zero whose largest number is below
+  ``tiny`` of its type (1e-38 in float32).
+* On a processor every other norm is right. Where looking at numbers would mean to wait or to do more work - on a GPU
+  and in compiled code -, norms must lie between the square roots of ``tiny`` and of the largest number (1e-19 to 1.8e19
+  in float32): a shorter vector counts as zero there, and directions, cosines and angles of a longer one are NaN.
 * An angle of two vectors keeps all digits next to 0 and pi; that of a cosine is right to the square root of the
   precision there (5e-4 in float32). The gradients of both are finite.
 * No function but :func:`von_mises_fisher` waits for a device.
@@ -16,9 +18,9 @@ Rules that hold for every function here:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +128,125 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(flat, 0.0, torch.where(flat, 1.0, x).sqrt())
 
 
+def largest(numbers: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """Largest absolute value along axes, which are kept with length 1; 0 of none. A constant.
+
+    Example:
+        >>> largest(torch.tensor([[1.0, -3.0]]))
+        tensor([[3.]])
+    """
+    sizes = numbers.detach().abs()
+    return sizes.amax(dim, keepdim=True) if sizes.numel() else sizes.sum(dim, keepdim=True)
+
+
+def scales(numbers: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """Powers of two that bring the largest of the numbers along ``dim`` near 1, whatever its size; constants.
+
+    What is multiplied with them loses nothing, and its squares neither overflow nor vanish. Kept axes have length 1.
+
+    Example:
+        >>> scales(torch.tensor([[3e-30, 1e-30], [1e30, 0.0]])).log2()
+        tensor([[100.],
+                [-98.]])
+    """
+    info = torch.finfo(numbers.dtype)
+    return torch.exp2(1 - largest(numbers, dim).clamp(info.tiny, info.max).log2().floor())
+
+
+def _least(dtype: torch.dtype) -> float:
+    """Norm above which squares are normal numbers."""
+    return math.sqrt(torch.finfo(dtype).tiny)
+
+
+_Vectors = Literal["ordinary", "ordinary or zero", "any"]
+
+
+def _vectors(x: Tensor, length: Tensor, dim: int) -> _Vectors:
+    """What is known of vectors with these norms, which are looked at where no device or tracer stands between."""
+    if transformed():
+        return "any"
+    if x.device.type != "cpu" or torch._C._len_torch_dispatch_stack() or not length.numel():
+        return "ordinary or zero"
+    length = length.detach()
+    shortest, longest = torch.aminmax(length)
+    if float(shortest) > _least(x.dtype) and float(longest) < math.inf:
+        return "ordinary"
+    short = x.detach().movedim(dim, -1)[(length <= _least(x.dtype)).squeeze(dim)]
+    return "any" if float(longest) == math.inf or bool(short.any()) else "ordinary or zero"
+
+
+def _rescaled(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors of ordinary norms, what they were multiplied with, and which vectors are zero (they become ones)."""
+    rough, size = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True), largest(x, dim)
+    scale = torch.where((rough > _least(x.dtype)) & (rough < math.inf), 1.0, scales(x, dim))
+    zero = size < torch.finfo(x.dtype).tiny
+    # With ones in their place no derivative of any order is infinite.
+    return torch.where(zero, 1.0, x * scale), scale, zero
+
+
+def _any_norm(x: Tensor, dim: int) -> Tensor:
+    rescaled, scale, zero = _rescaled(x, dim)
+    return torch.where(zero, 0.0, torch.linalg.vector_norm(rescaled, dim=dim, keepdim=True) / scale)
+
+
+def _any_direction(x: Tensor, dim: int) -> Tensor:
+    rescaled, _, zero = _rescaled(x, dim)
+    return torch.where(zero, 0.0, rescaled * (1 / torch.linalg.vector_norm(rescaled, dim=dim, keepdim=True)))
+
+
+def _inverse(length: Tensor) -> Tensor:
+    """Inverse norms: 0 where they are too short to be told from 0, NaN where the square has overflown."""
+    nonzero = length > _least(length.dtype)
+    inverse = torch.where(nonzero, 1 / torch.where(nonzero, length, 1.0), 0.0)
+    return torch.where(length == math.inf, math.nan, inverse)
+
+
+class _Norm(torch.autograd.Function):
+    """Norms of ordinary and zero vectors: torch's first derivatives, and second ones that are finite at zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(x, length)
+        ctx.dim = dim
+        return length.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, length = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(_any_norm, x, ctx.dim, grads[0]), None, None
+        return grads[0] * (x / length).masked_fill_(length == 0, 0), None, None
+
+
+class _Direction(torch.autograd.Function):
+    """The same for directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: Tensor, dim: int) -> Tensor:
+        inverse = _inverse(length)
+        ctx.save_for_backward(x, length, inverse)
+        ctx.dim = dim
+        return x * inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, length, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(_any_direction, x, ctx.dim, grads[0]), None, None
+        by_length = (grads[0] * x).sum(ctx.dim, keepdim=True) * -(inverse * inverse)
+        d_x = grads[0] * inverse
+        d_x += by_length * (x / length).masked_fill_(length == 0, 0)
+        return d_x, None, None
+
+
+def _again(function: Callable[[Tensor, int], Tensor], x: Tensor, dim: int, upstream: Tensor) -> Tensor:
+    """Gradient of a function by way of torch's own operations, which can be differentiated again."""
+    x = x.view_as(x)  # it may have been computed from the others, and that path is not ours to follow
+    return torch.autograd.grad(function(x, dim), x, upstream, create_graph=True)[0]
+
+
 def norm(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
-    r"""Euclidean norm :math:`\|x\|`, in float32 or wider, with gradient 0 at the zero vector.
+    r"""Euclidean norm :math:`\|x\|`, in float32 or wider, with all derivatives 0 at the zero vector.
 
     Args:
         x: Vectors along ``dim``, ``(..., D)``.
@@ -141,15 +260,30 @@ def norm(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
         >>> norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([5., 0.])
     """
-    return torch.linalg.vector_norm(at_least_float32(x), dim=dim, keepdim=keepdim)
+    x = at_least_float32(x)
+    length = _norm(x, dim)
+    return length if keepdim else length.squeeze(dim)
+
+
+def _norm(x: Tensor, dim: int) -> Tensor:
+    """The same with the axis kept."""
+    length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    known = "ordinary" if torch.compiler.is_compiling() else _vectors(x, length, dim)
+    if known == "ordinary":
+        return length
+    return _any_norm(x, dim) if known == "any" else _Norm.apply(x, length.detach(), dim)
 
 
 def _direction(x: Tensor, dim: int) -> Tensor:
     """Unit vectors in float32 or wider; zero for the zero vector."""
     x = at_least_float32(x)
-    length = norm(x, dim, keepdim=True)
-    nonzero = length > math.sqrt(torch.finfo(x.dtype).tiny)
-    return x * torch.where(nonzero, 1 / torch.where(nonzero, length, 1.0), 0.0)
+    length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    if torch.compiler.is_compiling():
+        return x * _inverse(length)
+    known = _vectors(x, length, dim)
+    if known == "ordinary":
+        return x * (1 / length)
+    return _any_direction(x, dim) if known == "any" else _Direction.apply(x, length.detach(), dim)
 
 
 def normalise(x: Tensor, dim: int = -1) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hypersphere.geometry import exact_products, normalise, transformed
+from hypersphere.geometry import exact_products, largest, normalise, scales, transformed
 
 FLOOR = {torch.float32: 1e-8, torch.float64: 1e-12}
 """Least squared chord: closer pairs count as that far apart and have no gradient."""
@@ -27,26 +27,6 @@ FEW_NEAR = 2048
 """Pairs of a matrix up to which that is done one by one on a processor."""
 GRID = {torch.float32: 2.0**11, torch.float64: 2.0**25}
 """Products of multiples of ``1 / GRID`` of unit vectors add up without any rounding."""
-
-
-def scales(numbers: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    """Powers of two that bring the largest of the numbers along ``dim`` near 1, whatever its size; constants.
-
-    What is multiplied with them loses nothing, and its squares neither overflow nor vanish. Kept axes have length 1.
-
-    Example:
-        >>> scales(torch.tensor([[3e-30, 1e-30], [1e30, 0.0]])).log2()
-        tensor([[100.],
-                [-98.]])
-    """
-    info = torch.finfo(numbers.dtype)
-    return torch.exp2(1 - _largest(numbers, dim).clamp(info.tiny, info.max).log2().floor())
-
-
-def _largest(numbers: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest absolute value along axes, which are kept with length 1; 0 of none."""
-    sizes = numbers.detach().abs()
-    return sizes.amax(dim, keepdim=True) if sizes.numel() else sizes.sum(dim, keepdim=True)
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
@@ -61,7 +41,7 @@ def _lengths_in_float64(vectors: Tensor) -> Tensor:
 
 def present(vectors: Tensor) -> Tensor:
     """Which rows of ``(..., n, d)`` have a direction, ``(..., n)``: float32 has their norm, float64 its square."""
-    return _largest(vectors, -1).squeeze(-1) >= _least(vectors.dtype)
+    return largest(vectors).squeeze(-1) >= _least(vectors.dtype)
 
 
 def _least(dtype: torch.dtype) -> float:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.base import Regulariser, energies
-from hypersphere.energy.chords import scales, unit_vectors
+from hypersphere.energy.chords import unit_vectors
 from hypersphere.energy.compressive import START_RATE
 from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.uniformity import MHS, nearest
 from hypersphere.errors import ArgumentError, check_choice, check_count, check_range
-from hypersphere.geometry import angle, at_least_float32, full_precision, normalise
+from hypersphere.geometry import angle, at_least_float32, full_precision, normalise, scales
 
 METHODS = ("lbfgs", "projected", "riemannian")
 AGREE = 1e-8

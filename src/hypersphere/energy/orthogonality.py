@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hypersphere.energy.base import Regulariser, energies
-from hypersphere.energy.chords import present, scales, unit_vectors
+from hypersphere.energy.chords import present, unit_vectors
 from hypersphere.energy.layers import Neurons
 from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Softplus
 from hypersphere.errors import check_choice, check_range
-from hypersphere.geometry import normalise, safe_sqrt
+from hypersphere.geometry import normalise, safe_sqrt, scales
 
 
 class _Orthogonality(Regulariser):

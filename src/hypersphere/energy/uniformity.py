@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import hardtanh
 
 from hypersphere.energy.base import Regulariser, energies, gather
-from hypersphere.energy.chords import FLOOR, present, scales, smooth_chords, unit_vectors
+from hypersphere.energy.chords import FLOOR, present, smooth_chords, unit_vectors
 from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.energy.projections import untransformed
 from hypersphere.errors import ArgumentError, check_choice, check_range, check_step
-from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt
+from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt, scales
 
 CHUNK_ELEMENTS = 2**23
 """Cosines computed at a time in a search for neighbours."""

@@ -150,6 +150,9 @@ def can_be_transformed(name: str) -> None:
         }
         for how, second in seconds.items():
             numeric.close(second, turn, 1e-4, f"the second derivative of {name} {how}")
+        dead = w.clone()
+        dead[2] = 0
+        numeric.twice(energy, dead, what=f"{name} with a zero neuron")
 
 
 @CONTRACT.check

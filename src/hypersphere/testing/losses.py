@@ -261,6 +261,9 @@ def is_differentiated_by_transforms(name: str) -> None:
                 if wanted is not None:
                     numeric.close(gradients[i], wanted, 1e-7, f"the gradient of a sample by {key}")
         found.append(torch.cat([torch.zeros(0) if part is None else part.flatten() for part in second]))
+        empty = x.clone()
+        empty[2] = 0
+        numeric.twice(lambda x, head=head: head(x, Y), empty, what="the loss of a zero feature")
     numeric.close(found[-1], found[0], 1e-6, "second derivatives in chunks")
 
 

@@ -146,6 +146,29 @@ def transforms(function: Callable[..., Tensor], *leaves: Tensor, what: str = "it
     agree(torch.vmap(by_func)(*samples), map(torch.stack, each), "torch.vmap of grad")
 
 
+def twice(function: Callable[..., Tensor], *leaves: Tensor, what: str = "it") -> list[Tensor]:
+    """Products with the Hessian of a sum; raise where one is no number, or first derivatives are not those without it.
+
+    For places where powers of a norm have no derivative, such as zero vectors.
+
+    Example:
+        >>> twice(lambda x: x.square(), torch.zeros(1))[0] == 2 * draw(1, seed=400).float()
+        tensor([True])
+    """
+    own = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    plain = torch.autograd.grad(function(*own).sum(), own, materialize_grads=True)
+    first = torch.autograd.grad(function(*own).sum(), own, create_graph=True, materialize_grads=True)
+    for one, other in zip(first, plain, strict=True):
+        close(one, other, 1e-12, f"the gradient of {what}, to be differentiated again,")
+    along = [draw(*leaf.shape, seed=400 + index, dtype=leaf.dtype) for index, leaf in enumerate(own)]
+    slope = torch.stack([(g * a).sum() for g, a in zip(first, along, strict=True)]).sum()
+    if not slope.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in own]
+    second = torch.autograd.grad(slope, own, materialize_grads=True)
+    finite(second, f"the second derivative of {what}")
+    return list(second)
+
+
 class Host(TorchFunctionMode):
     """Refuses what would make a GPU wait in a step: numbers read off tensors, tensors made of numbers of the host.
 
