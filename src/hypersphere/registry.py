@@ -310,9 +310,9 @@ class Member(type):
         >>> @shapes.register("square")
         ... class Square(Shape):
         ...     def __init__(self, side: float = 1.0) -> None: ...
-        >>> Square(edge=2.0)
+        >>> Square(radius=2.0)
         Traceback (most recent call last):
-        hypersphere.errors.ArgumentError: edge is not an option of 'square'. (allowed: side)
+        hypersphere.errors.ArgumentError: radius is not an option of 'square'. (allowed: side)
     """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:

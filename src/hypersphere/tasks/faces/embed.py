@@ -169,7 +169,7 @@ class Embedder:
     Example:
         >>> Embedder(Path("nowhere"))
         Traceback (most recent call last):
-        hypersphere.runs.artefacts.RunError: nowhere does not exist: give the folder of a run or a checkpoint
+        hypersphere.runs.artefacts.RunError: nowhere does not exist: give a folder that a training run wrote
     """
 
     def __init__(
