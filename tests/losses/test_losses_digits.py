@@ -245,3 +245,25 @@ def test_probabilities_of_large_logits_add_up_to_one(path, labels, scale):
     (by_x,) = torch.autograd.grad(head(leaf, given), leaf)
     loss = torch.nn.functional.cross_entropy(wide @ head.weight.detach().double().T, y)
     assert off(by_x, torch.autograd.grad(loss, wide)[0]) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["softmax", "hinge", "center", "contrastive"])
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e15])
+def test_linear_logits_have_their_gradient_at_features_of_any_size(name, labels, path, size):
+    if labels == "soft" and name in ("center", "contrastive"):
+        pytest.skip("no soft labels")
+    weights = {"center": {"centre_weight": 0.0}, "contrastive": {"pair_weight": 0.0}}.get(name, {})
+    head = build(name, 4, 5, path=path, **weights).eval()
+    x = (size * draw(2, 4)).float().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    logits = wide @ head.weight.detach().double().T + head.bias.detach().double()
+    y = logits.argmin(1)  # where no gradient vanishes
+    (by_x,) = torch.autograd.grad(head(x, torch.nn.functional.one_hot(y, 5).float() if labels == "soft" else y), x)
+    if name == "hinge":
+        signs = 1 - 2 * torch.nn.functional.one_hot(y, 5)
+        loss = (1 + signs * logits).relu().sum(1).mean()
+    else:
+        loss = torch.nn.functional.cross_entropy(logits, y)
+    assert off(by_x, torch.autograd.grad(loss, wide)[0]) < 1e-6

@@ -58,11 +58,11 @@ def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False
 def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]:
     """Of one target each."""
     spec, caffe = head.spec, head.imitates_caffe
-    scale, sizes = head.scale(batch.norms), head.margin_sizes(batch)
+    (units, scale), sizes = _factors(head, batch), head.margin_sizes(batch)
     weight, columns, bias, class_weights = head.compared(batch)
     parameters = head.rule_parameters(batch, sizes)
     problem = ClassProblem(
-        batch.units,
+        units,
         weight,
         columns,
         scale,
@@ -89,7 +89,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         target = target_logits(head, batch, product, length, scale, sizes, angles)
     target, total = target + head.target_bias(batch), found.total
     if spec.all_logits:
-        cosines = class_cosines(batch.units, weight, spec.subcentres, problem.unit)
+        cosines = class_cosines(units, weight, spec.subcentres, problem.unit)
         logits = negative_logits(head, cosines, scale, parameters)
         total = _floored_total(head, logits, found.negatives, target, _is_target(batch.labels, logits))
     own = None if class_weights is None else class_weights[columns]
@@ -100,12 +100,22 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
     return torch.where(batch.valid, values, 0.0), torch.where(batch.valid, counts, 0.0)
 
 
+def _factors(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Vectors ``(B, D)`` and the scale ``(B,)`` of their products: directions, where the logits are not linear."""
+    if not head.spec.linear or head.offset() is not None:
+        return batch.units, head.scale(batch.norms)
+    # A linear function has its gradient at 0, too. Sizes are taken off as constants, so that 16 bit can hold the rest.
+    size = batch.features.detach().abs().amax(1)
+    size = torch.where(size > 0, size, 1.0)
+    return batch.features / size.unsqueeze(1), size
+
+
 def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of shares of all classes."""
     spec, dtype = head.spec, batch.units.dtype
-    scale = head.scale(batch.norms)
+    units, scale = _factors(head, batch)
     raw = head.keeps_unit_weights
-    cosines = class_cosines(batch.units, head.weight, spec.subcentres, spec.unit_weights and not raw)
+    cosines = class_cosines(units, head.weight, spec.subcentres, spec.unit_weights and not raw)
     cosines = _within(cosines) if raw else cosines
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
     parameters = head.rule_parameters(batch, sizes, cosines)

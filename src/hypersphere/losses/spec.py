@@ -133,6 +133,12 @@ class HeadSpec:
         return bool(self.probability_floor and self.label_smoothing)
 
     @property
+    def linear(self) -> bool:
+        """Whether logits are products of features and weights as they are, and a bias."""
+        lengths = self.s is None and not self.unit_weights
+        return lengths and isinstance(self.psi, NoMargin) and isinstance(self.psi.g, Cosine)
+
+    @property
     def soft_labels(self) -> bool:
         """Whether labels may be soft: shares of all classes."""
         return self.gradient != "caffe"
