@@ -64,12 +64,13 @@ assert hs.schedules.create("cosine")(50, 0.5) == 0.5
 hs.optimisers.create("sgd", [dict(params=[layer.weight], lr=torch.tensor(0.1))]).step()
 assert hs.metrics.feature_distance(torch.randn(9, 2), torch.randn(9, 2)) > 0
 print(*sorted(m for m in sys.modules if m.startswith("hypersphere.")))
-try:
-    hs.load("run")
-except ModuleNotFoundError as error:
-    assert str(error).endswith('is not installed: pip install "hypersphere[workbench]"'), error
-else:
-    raise SystemExit("loading needs the workbench")
+for needy in (lambda: hs.load("run"), lambda: hs.testing.check("margin", "additive-angle"), hs.testing.contracts):
+    try:
+        needy()
+    except ModuleNotFoundError as error:
+        assert str(error).endswith('is not installed: pip install "hypersphere[workbench]"'), error
+    else:
+        raise SystemExit("this needs the workbench")
 """
 
 

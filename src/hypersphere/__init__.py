@@ -78,8 +78,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if name != "load":
             raise
-        text = f'hypersphere.load needs {error.name}, which is not installed: pip install "hypersphere[workbench]"'
-        raise ModuleNotFoundError(text, name=error.name) from error
+        raise import_module("hypersphere.errors").without_workbench("hypersphere.load", error) from error
     raise AttributeError(f"module 'hypersphere' has no attribute {name!r}")
 
 

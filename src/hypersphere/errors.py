@@ -33,6 +33,17 @@ class ArgumentError(HypersphereError, ValueError):
         return " ".join(self.args)
 
 
+def without_workbench(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error of something that needs a package which only the workbench brings, with what to install.
+
+    Example:
+        >>> print(without_workbench("hypersphere.load", ModuleNotFoundError(name="yaml")))
+        hypersphere.load needs yaml, which is not installed: pip install "hypersphere[workbench]"
+    """
+    text = f'{what} needs {error.name}, which is not installed: pip install "hypersphere[workbench]"'
+    return ModuleNotFoundError(text, name=error.name)
+
+
 def check_range(
     argument: str,
     value: float,

@@ -15,7 +15,7 @@ line. In a test of your own::
 
 :func:`check` runs all of them at once, :func:`cases` gives every member of a family with every check. A member may
 declare facts about itself that its family's contract verifies, in an attribute ``contract``; the module of each family
-lists them. Pytest is not needed.
+lists them. The workbench is needed, pytest is not.
 
 Example:
     >>> check("margin", "additive-cosine")
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from hypersphere.errors import without_workbench
 from hypersphere.testing.contract import Check, Contract, find
 
 __all__ = ["Check", "Contract", "cases", "check", "checks", "contract", "contracts"]
@@ -43,7 +44,10 @@ def contracts() -> dict[str, Contract]:
         >>> "margins" in contracts()
         True
     """
-    found = [import_module(f"{__name__}.{module}").CONTRACT for module in _MODULES]
+    try:
+        found = [import_module(f"{__name__}.{module}").CONTRACT for module in _MODULES]
+    except ModuleNotFoundError as error:
+        raise without_workbench("hypersphere.testing", error) from error
     return {contract.plural: contract for contract in found}
 
 
