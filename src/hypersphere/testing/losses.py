@@ -219,7 +219,8 @@ def target_falls_and_never_helps(name: str) -> None:
         for norm in (None, 0.1, 15.0, 60.0, 200.0):
             psi = head.psi(THETA, norm=norm)
             assert bool((psi.diff() <= 1e-12).all()), f"the target rises at the norm {norm}"
-            assert bool((psi <= head.spec.g(THETA) + 1e-12).all()), f"the target is above {head.g} at the norm {norm}"
+            above = f"the target is above {head.spec.g} at the norm {norm}"
+            assert bool((psi <= head.spec.g(THETA) + 1e-12).all()), above
 
 
 @of_classes
