@@ -93,14 +93,10 @@ def check_labels(labels: Tensor, batch: int, classes: int) -> None:
     """
     if not isinstance(labels, Tensor):
         raise ArgumentError("labels", f"must be a tensor, got {type(labels).__name__}")
-    if labels.is_floating_point():
-        if labels.shape != (batch, classes):
-            expected = f"({batch},) of int64 or ({batch}, {classes})"
-            raise ArgumentError("labels", f"must have shape {expected}, got {tuple(labels.shape)}")
-    elif labels.dtype != torch.int64 or labels.shape != (batch,):
-        raise ArgumentError(
-            "labels", f"must be int64 of shape ({batch},), got {labels.dtype} of shape {tuple(labels.shape)}"
-        )
+    shares = labels.is_floating_point()
+    if labels.shape != ((batch, classes) if shares else (batch,)) or not (shares or labels.dtype == torch.int64):
+        allowed = f"int64 of shape ({batch},){f', or shares of shape ({batch}, {classes})' * shares}"
+        raise ArgumentError("labels", f"must be {allowed}, got {labels.dtype} of shape {tuple(labels.shape)}")
 
 
 def check_values(features: Tensor, labels: Tensor, classes: int, ignore_index: int) -> None:
