@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import types
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -673,6 +674,54 @@ def test_cayley_of_large_matrices_is_that_of_float64(d):
     # An odd number of dimensions has an axis that stays; nothing else does.
     R = cayley(1e20 * P)
     assert float(R.trace()) == pytest.approx(2 - d if d % 2 else -d, abs=1e-3)
+
+
+def inverse_of(A):
+    """Of a matrix of fractions, exactly."""
+    d = len(A)
+    rows = [[*row, *(Fraction(i == j) for j in range(d))] for i, row in enumerate(A)]
+    for i in range(d):
+        pivot = next(k for k in range(i, d) if rows[k][i])
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        rows[i] = [x / rows[i][i] for x in rows[i]]
+        rows = [
+            row if k == i else [x - row[i] * y for x, y in zip(row, rows[i], strict=True)] for k, row in enumerate(rows)
+        ]
+    return np.array([row[d:] for row in rows], dtype=object)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e4, 1e8, 1e12])
+@pytest.mark.parametrize("d", [2, 3, 6, 7])
+def test_cayley_far_from_the_identity_keeps_all_digits(d, scale, dtype):
+    """Value and gradient are those of fractions, whether planes turn, an axis stays, or all but one plane do."""
+    P, G = (scale * torch.randn(2, d, d)).to(dtype), torch.randn(2, d, d, dtype=dtype)
+    if d > 3:
+        P[1] = P[1].masked_fill(torch.arange(d * d).view(d, d) != 1, 0)
+    leaf = P.clone().requires_grad_()
+    R = cayley(leaf)
+    (found,) = torch.autograd.grad((R * G).sum(), leaf, create_graph=True)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    for k in range(2):
+        W = np.array([[Fraction(x) for x in row] for row in skew(P[k].double()).tolist()], dtype=object)
+        identity = np.array([[Fraction(i == j) for j in range(d)] for i in range(d)], dtype=object)
+        right = inverse_of(identity + W)  # of I - W, transposed
+        value = torch.tensor((2 * right.T - identity).astype(float))
+        M = 2 * right @ np.array([[Fraction(x) for x in row] for row in G[k].tolist()], dtype=object) @ right
+        slope = torch.tensor((M - M.T).astype(float)).triu(1)
+        assert (R[k] - value).abs().max() < tolerance
+        assert (found[k] - slope).norm() < tolerance * slope.norm()
+
+
+def test_compiled_code_calls_what_cayley_calls_without():
+    W = skew(torch.randn(2, 5, 5) * torch.tensor([1.0, 1e6]).view(2, 1, 1)).requires_grad_()
+    R, G = algebra.cayley(W), torch.randn(2, 5, 5)
+    (M,) = torch.autograd.grad((R * G).sum(), W)
+    assert torch.equal(torch.ops.hypersphere.cayley_by_solve(W), R)
+    assert torch.equal(torch.ops.hypersphere.cayley_slope(W, R, G), M)
+    leaf = torch.empty(2, 5, 5, device="meta", requires_grad=True)  # no numbers to look at
+    cayley(leaf).sum().backward()
+    assert leaf.grad.shape == leaf.shape
 
 
 @pytest.mark.parametrize("name", WARM)

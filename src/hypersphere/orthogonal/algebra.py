@@ -197,37 +197,89 @@ def spectral_norm(M: Tensor, steps: int = 4) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- Cayley
 
 
-@torch.library.custom_op("hypersphere::cayley_on_host", mutates_args=())
-def _solved_on_host(W: Tensor) -> Tensor:
-    """The Cayley map of ``W`` by a solve; opaque, since it looks whether that has digits to lose."""
+FAR = 1e3
+"""Spectral norm from which :math:`I - W` is too far from orthogonal for a solve, where one may look at it."""
+
+
+def _far(W: Tensor) -> Tensor | None:
+    """Which of the skew matrices are beyond :data:`FAR`; ``None`` where none is."""
+    far = torch.linalg.vector_norm(W, math.inf, dim=(-2, -1)) > FAR / W.shape[-1]
+    if bool(far.any()):
+        far = far & (spectral_norm(W)[..., 0, 0] > FAR)
+    return far if bool(far.any()) else None
+
+
+def _in_planes(W: Tensor) -> tuple[Tensor, Tensor]:
+    r"""``Q`` and ``B`` of :math:`(I - W)^{-1} = QBQ^T`, in float64 on the host.
+
+    ``Q`` is orthogonal, its columns in pairs the planes in which W turns, and the axis that stays in an odd number of
+    dimensions at the end; ``B`` has a block :math:`[[1, m], [-m, 1]] / (1 + m^2)` for each plane, and 1 for the axis.
+    """
+    unit, scale = _unit(W.to("cpu", torch.float64))
+    d = W.shape[-1]
+    U = torch.linalg.eigh(1j * unit)[1].flip(-1)[..., : d // 2]
+    Q = torch.linalg.qr(torch.stack([U.real, U.imag], -1).flatten(-2), mode="complete")[0]  # in null spaces, too
+    m = (Q.mT @ unit @ Q).diagonal(1, -2, -1)[..., ::2]
+    m = m.masked_fill(m.abs() <= 10 * torch.finfo(m.dtype).eps * m.abs().amax(-1, keepdim=True), 0) * scale[..., 0]
+    c = 1 / (1 + m * m)
+    above = torch.stack([m * c, torch.zeros_like(m)], -1).flatten(-2)[..., : d - 1]
+    c = torch.nn.functional.pad(c.repeat_interleave(2, -1), (0, d % 2), value=1.0)
+    return Q, torch.diag_embed(c) + torch.diag_embed(above, 1) - torch.diag_embed(above, -1)
+
+
+def _by_solve(W: Tensor) -> Tensor:
+    """The Cayley map of ``W`` on the host, by a solve where that has no digits to lose."""
     identity = eye(W)
     with _exact(W):
         lu, pivots, _ = torch.linalg.lu_factor_ex(identity - W)
         R = polished(torch.linalg.lu_solve(lu, pivots, identity + W))  # a large W costs the solve digits
-        bound = 1e-4 / torch.finfo(W.dtype).eps
-        lost = torch.linalg.vector_norm(W, math.inf, dim=(-2, -1)) > bound / W.shape[-1]
-        if bool(lost.any()):
-            lost = lost & (spectral_norm(W)[..., 0, 0] > bound)
-            # All of them: I + W = QH with H^2 = I - W^2, so that R = Q^2, a sign that rounding turned included.
-            left, _, right = torch.linalg.svd(_unit(identity + W[lost])[0])
-            half = left @ right
-            R[lost] = polished(half @ half)
+        if (far := _far(W)) is not None:
+            Q, B = _in_planes(W[far])
+            R[far] = (Q @ (2 * B - eye(B)) @ Q.mT).to(R)
     return R
 
 
-@_solved_on_host.register_fake
-def _(W: Tensor) -> Tensor:
-    return torch.empty_like(W)
+def _cayley_slope(R: Tensor, G: Tensor) -> Tensor:
+    half = G + product(R.mT, G)
+    return (half + product(half, R.mT)) / 2
+
+
+def _slope(W: Tensor, R: Tensor, G: Tensor) -> Tensor:
+    """The gradient by ``W`` on the host, where :math:`(R + I)/2 = (I - W)^{-1}` cancels for a large ``W``.
+
+    It is skew there: :math:`X^TAX` with :math:`X = (I - W)^{-1}`, :math:`A = GR^T - RG^T`.
+    """
+    M = _cayley_slope(R, G)
+    if (far := _far(W)) is not None:
+        Q, B = _in_planes(W[far])
+        A = Q.mT @ G[far].to(Q) @ Q @ (2 * B - eye(B)).mT
+        M[far] = (Q @ (B.mT @ (A - A.mT) @ B) @ Q.mT).to(M)
+    return M
+
+
+_OPAQUE = {
+    f: torch.library.custom_op(f"hypersphere::cayley{f.__name__}", mutates_args=())(f) for f in (_by_solve, _slope)
+}
+"""Both for where numbers cannot be looked at."""
+for _opaque in _OPAQUE.values():
+    _opaque.register_fake(lambda W, *others: torch.empty_like(W))
+
+
+def _on_host(f: Any, W: Tensor, *others: Tensor) -> Tensor:
+    """``f`` itself where its tensors have numbers, which spares the dispatch of the opaque one."""
+    known = type(W) is Tensor and W.device.type == "cpu" and not torch.compiler.is_compiling()
+    found: Tensor = (f if known else _OPAQUE[f])(W, *others)
+    return found
 
 
 def _solved(W: Tensor) -> Tensor:
     """The Cayley map of ``W`` with no wait for the device.
 
     A GPU factorises no batch inside a captured CUDA graph but by Cholesky, so it is :math:`(I - W)^T (I + W^TW)^{-1}`
-    there, which has the digits for spectral norms up to 1,000.
+    there, which has the digits for spectral norms up to :data:`FAR`.
     """
     if not W.is_cuda:
-        return _solved_on_host(W)
+        return _on_host(_by_solve, W)
     identity = eye(W)
     A = identity - W
     L = _cholesky(identity + W.mT @ W)
@@ -269,19 +321,25 @@ class _Cayley(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(output, *([] if output.is_cuda else inputs[:1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (R,) = ctx.saved_tensors
-        half = grads[0] + product(R.mT, grads[0])
-        return (half + product(half, R.mT)) / 2, None, None
+        R, *host = ctx.saved_tensors
+        if not host:
+            return _cayley_slope(R, grads[0]), None, None
+        M = _on_host(_slope, host[0].detach(), R.detach(), grads[0].detach())
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this one is wanted
+            slope = _cayley_slope(R, grads[0])
+            M = M + (slope - slope.detach())
+        return M, None, None
 
 
 def cayley(W: Tensor, nearby: Tensor | None = None, refinements: int = 2) -> Tensor:
     r""":math:`R = (I + W)(I - W)^{-1}` of skew ``W``.
 
-    The backward pass is two products with ``R``: :math:`M = \tfrac12 (R^T + I) G (R^T + I)`.
+    The backward pass is two products with ``R``: :math:`M = \tfrac12 (R^T + I) G (R^T + I)`. Beyond a spectral norm of
+    :data:`FAR` both passes take W apart into planes, where it is not on a GPU.
 
     Args:
         W: Skew matrices.

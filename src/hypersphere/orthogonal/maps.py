@@ -200,10 +200,14 @@ class Cayley(Map):
 
     ``R`` is a rotation without eigenvalue -1. Every method has the backward pass of two products with ``R``,
     :math:`M = \tfrac12 (R^T + I) G (R^T + I)`, but for ``neumann``, which is differentiated as the polynomial it is.
+    Its sums cancel where ``W`` is large: of 340 random matrices each, the relative error of the gradient was up to 5e-6
+    at a spectral norm of 10, 3e-5 at 100, 4e-4 at 1,000 and 5e-3 at 10,000 in float32, and 2e-12 at 1,000 in float64.
+    Beyond 1,000 it is so on a GPU, in second derivatives and under ``torch.func``; otherwise ``W`` is taken apart into
+    planes there, at some ten times the cost, and ``R`` and gradient have the digits of the type at every norm.
 
     Args:
         method: ``"solve"``: a factorisation, no wait; on a GPU for spectral norms of W up to 1,000, beyond which R is
-            not orthogonal there. ``"newton"``: the same when called; :meth:`refine` starts from
+            not orthogonal there. ``"newton"``: the same when called; :meth:`refine`, for the same norms, starts from
             the last ``R`` and refines :math:`(I - W)^{-1} = (R + I)/2` with products alone, exact to rounding while
             the spectral norm of the change of ``W`` is below 0.03 (two refinements) or 0.15 (three), convergent below
             1. Beyond, it is started anew at :math:`(I - W)^T / c`, finite and convergent over the next steps: look at
