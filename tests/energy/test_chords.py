@@ -93,6 +93,57 @@ def test_angles_of_near_pairs_keep_their_digits(s, gap, half_space):
         assert float((slope.double() - slopes[0]).norm() / slopes[0].norm()) < 1e-5 + 1e-6 / gap
 
 
+@pytest.mark.parametrize(
+    "energy",
+    [
+        lambda x: hyperspherical_energy(x, 0.0, angular=True),
+        lambda x: pair_sums(x[None], Riesz(1.0, True, half_turns=True, offset=1e-4))[0],
+        lambda x: batch_versus_all(x, torch.tensor([0, 1]), angular=True),
+        lambda x: batch_pairs(x, torch.tensor([0, 1])),
+    ],
+)
+@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4, 3e-5])
+def test_angles_of_opposite_pairs_keep_their_digits(energy, gap):
+    """Near half a turn, where 4 less the squared chord has lost what the slope of an angle divides by."""
+    x = near_pair(torch.float32, gap, opposite=True)[:3]
+    found = []
+    for dtype, graph in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        value = energy(leaf)
+        slope = torch.autograd.grad(value, leaf, create_graph=graph)[0].detach().double()
+        found.append((value.item(), slope[:2]))
+    for value, slope in found[1:]:
+        assert value == pytest.approx(found[0][0], rel=1e-6)
+        assert float((slope - found[0][1]).norm() / found[0][1].norm()) < 1e-5 + 3e-7 / gap
+
+
+def test_the_angle_of_an_opposite_pair_has_the_slope_of_the_arc():
+    """In float64, of one pair, whose gradient is written out."""
+    x = near_pair(torch.float64, 1e-5, opposite=True)[:2]
+    u = [row / row.norm() for row in x]
+    away = -u[1] + (u[1] @ u[0]) * u[0]
+    leaf = x.clone().requires_grad_()
+    value = hyperspherical_energy(leaf, 1.0, angular=True)
+    assert value.item() == pytest.approx(1 / (math.pi - math.atan(1e-5)), rel=1e-14)
+    wanted = -away / away.norm() * value.item() ** 2 / x[0].norm()
+    for graph in (False, True):
+        (slope,) = torch.autograd.grad(value, leaf, create_graph=graph, retain_graph=True)
+        assert float((slope[0].detach() - wanted).norm() / wanted.norm()) < 1e-10
+
+
+def test_angles_of_shortened_vectors_with_their_own_images_keep_their_digits():
+    """Also those of long vectors, which hardly are shortened, and whose images are nearly opposite."""
+    x = torch.randn(5, 7)
+    x *= torch.logspace(-1, 2, 5)[:, None] / x.norm(dim=1, keepdim=True)
+    slopes = []
+    for dtype, graph in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        leaf = x.to(dtype).requires_grad_()
+        found = hyperspherical_energy(leaf, 0.0, angular=True, half_space=True, eps=1e-4)
+        slopes.append(torch.autograd.grad(found, leaf, create_graph=graph)[0].detach().double())
+    for slope in slopes[1:]:  # row by row, as gradients by long vectors are small
+        assert float(((slope - slopes[0]).norm(dim=1) / slopes[0].norm(dim=1)).max()) < 1e-5
+
+
 def test_a_second_derivative_of_a_near_pair_keeps_its_digits():
     x, along = near_pair(torch.float32, 1e-2), torch.randn(5, 7)
     found = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hypersphere import geometry
 from hypersphere.energy import chords
-from hypersphere.energy.potentials import Gaussian, Potential, Riesz
+from hypersphere.energy.potentials import Gaussian, Potential, Riesz, least_opposite
 
 MANY = 4096
 """Vectors from which on the fp16 kernel serves."""
@@ -37,6 +37,7 @@ FEW_ROWS, FEW_COLUMNS = 32, 64
 NEAR = 0.2
 """Squared chords below this are found from differences, where cosines come from fp16 or TF32 products."""
 FLOOR = tl.constexpr(chords.FLOOR[torch.float32])
+OPPOSITE = tl.constexpr(least_opposite(torch.float32))
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny ** 2)
 """Squared norm of the shortest vectors that have a direction."""
 HALF_RANGE = 3e4
@@ -103,7 +104,7 @@ def _terms(q, p, s, scale, offset, factor, KIND: tl.constexpr, SHAPE: tl.constex
     """Value and slope of a pair with squared chords q and, to the mirror image, p; shape 1: kernels of the angle."""
     if SHAPE == 1:
         angle, mirrored_angle = _angle(tl.maximum(q, FLOOR), tl.maximum(p, FLOOR))
-        spread = tl.rsqrt(tl.maximum(q, FLOOR) * tl.maximum(p, 1e-7)) * scale
+        spread = tl.rsqrt(tl.maximum(q, FLOOR) * tl.maximum(p, OPPOSITE)) * scale
         value, slope = _power(angle * scale + offset, s, KIND)
         slope = tl.where(q < FLOOR, 0.0, slope)
         if HALF:

@@ -21,7 +21,7 @@ from hypersphere.energy.chords import (
     unit_vectors,
 )
 from hypersphere.energy.mhe import hyperspherical_energy
-from hypersphere.energy.pairs import tile_terms
+from hypersphere.energy.pairs import both_chords, pairs_and_images, smooth_terms, tile_terms
 from hypersphere.energy.potentials import Potential, Riesz
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision, transformed
@@ -40,8 +40,8 @@ def _sweep(
         part = slice(start, start + step)
         places = torch.arange(start, min(start + step, r.shape[1]), device=a.device)
         counted = (own.unsqueeze(-1) != places) & (r_inverse[:, part] != 0).mT & (a_inverse != 0)
-        q, p = squared_chords(a, r[:, part], own=own - start, mirrored=half_space)
-        value, slope = tile_terms(q, p, potential, None, FLOOR[a.dtype])
+        q, p = squared_chords(a, r[:, part], own=own - start, mirrored=both_chords(potential, half_space))
+        value, slope = tile_terms(q, p, potential, half_space, None, FLOOR[a.dtype])
         yield part, torch.where(counted, value, 0.0), torch.where(counted, slope, 0.0)
 
 
@@ -128,13 +128,12 @@ def _dense(
     """The same sums by plain differentiable code that keeps every pair: what derivatives of the gradient need."""
     places = torch.arange(rows.shape[1], device=rows.device)
     counted = (own.unsqueeze(-1) != places) & present(anchors).unsqueeze(2) & present(rows).unsqueeze(1)
-    q, p = smooth_chords(smooth_directions(anchors), smooth_directions(rows), own=own, mirrored=half_space)
-    floor = FLOOR[q.dtype]
+    mirrored = both_chords(potential, half_space)
+    q, p = smooth_chords(smooth_directions(anchors), smooth_directions(rows), own=own, mirrored=mirrored)
     total = anchors.new_zeros(anchors.shape[:2], dtype=torch.float64)
-    for squared in (q,) if p is None else (q, p):
-        value = potential(torch.where(counted & (squared >= floor), squared, floor))
-        total = total + torch.where(counted, value, 0.0).sum(2, dtype=torch.float64)
-    total = total if p is None else 2 * total
+    for squared, other in pairs_and_images(q, p, half_space):
+        total = total + smooth_terms(squared, other, potential, counted).sum(2, dtype=torch.float64)
+    total = 2 * total if half_space else total
     return (total if weights is None else (total * weights).sum(1)).to(anchors.dtype)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,21 @@ TILE_ELEMENTS = 2**20
 GPU_TILE_ELEMENTS = 2**26
 
 
+def both_chords(potential: Potential, half_space: bool) -> bool:
+    """Whether squared chords with mirror images are needed beside those of the pairs."""
+    return half_space or potential.mirrored
+
+
+def seen_by(potential: Potential, mirrored: Tensor | None) -> tuple[Tensor, ...]:
+    """What value and slope of a potential take beside squared chords: of some those with mirror images."""
+    return (mirrored,) if potential.mirrored and mirrored is not None else ()
+
+
 def tile_terms(
     q: Tensor,
     p: Tensor | None,
     potential: Potential,
+    half_space: bool,
     spread: tuple[Tensor, Tensor] | None,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
@@ -38,24 +49,40 @@ def tile_terms(
 
     Args:
         q: Squared chords.
-        p: In half space those with the mirror images, which count as well.
+        p: Those with the mirror images, where :func:`both_chords` says that they are needed.
         potential: What a pair adds.
+        half_space: Whether the pairs with mirror images count as well.
         spread: Of weighted vectors: squared difference and product of the two weights.
         floor: Least squared distance.
     """
 
-    def one(squared: Tensor) -> tuple[Tensor, Tensor]:
+    def one(squared: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         if spread is not None:
             squared = spread[0] + spread[1] * squared
-        value, slope = potential.both(squared.clamp(min=floor))
+        value, slope = potential.both(squared.clamp(min=floor), *others)
         slope = slope.masked_fill_(squared < floor, 0.0)
         return value, slope if spread is None else slope * spread[1]
 
-    value, slope = one(q)
-    if p is not None:
-        mirrored, mirrored_slope = one(p)
+    value, slope = one(q, *seen_by(potential, p))
+    if half_space and p is not None:
+        mirrored, mirrored_slope = one(p, *seen_by(potential, q))
         value, slope = value.add_(mirrored).mul_(2), slope.sub_(mirrored_slope).mul_(2)
     return value, slope
+
+
+def pairs_and_images(q: Tensor, p: Tensor | None, half_space: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Squared chords that count, each with that to the other's mirror image where it is known."""
+    yield q, p
+    if half_space and p is not None:
+        yield p, q
+
+
+def smooth_terms(distance: Tensor, mirrored: Tensor | None, potential: Potential, pairs: Tensor) -> Tensor:
+    """Values of the ``pairs`` that count at squared distances, differentiable as often as one likes; else 0."""
+    floor = FLOOR[distance.dtype]
+    kept = pairs & (distance >= floor)
+    others = [torch.where(kept, other, 4.0) for other in seen_by(potential, mirrored)]
+    return torch.where(pairs, potential(torch.where(kept, distance, floor), *others), 0.0)
 
 
 def _tiled(
@@ -71,7 +98,7 @@ def _tiled(
     batch, n, _ = units.shape
     elements = GPU_TILE_ELEMENTS if units.is_cuda else TILE_ELEMENTS
     tile = max(n, 1) if batch * n * n <= elements else max(math.isqrt(elements // max(batch, 1)), TILE)
-    floor = FLOOR[units.dtype]
+    floor, both = FLOOR[units.dtype], both_chords(potential, half_space)
     total = torch.zeros(batch, dtype=torch.float64, device=units.device)
     gradient = torch.zeros_like(units) if grad else units.new_empty(0)
     for i in range(0, n, tile):
@@ -79,12 +106,12 @@ def _tiled(
             rows, columns = units[:, i : i + tile], units[:, j : j + tile]
             short = None if gaps is None else (gaps[:, i : i + tile], gaps[:, j : j + tile])
             own = torch.arange(rows.shape[1], device=units.device) if i == j else None
-            q, p = squared_chords(rows, columns, own=own, mirrored=half_space, gaps=short, look=True)
+            q, p = squared_chords(rows, columns, own=own, mirrored=both, gaps=short, look=True)
             spread = None
             if beta is not None:
                 a, b = beta[:, i : i + tile].unsqueeze(2), beta[:, j : j + tile].unsqueeze(1)
                 spread = ((a - b).square(), a * b)
-            value, slope = tile_terms(q, p, potential, spread, floor)
+            value, slope = tile_terms(q, p, potential, half_space, spread, floor)
             if i == j:
                 value.diagonal(dim1=-2, dim2=-1).zero_()
                 slope.diagonal(dim1=-2, dim2=-1).zero_()
@@ -129,18 +156,17 @@ def _pair_sums(
             total, gradient = fused.tiled(units, valid, gaps, potential, half_space, grad)
         else:
             total, gradient = _tiled(units, valid, beta, gaps, potential, half_space, grad)
-    count = valid.sum(1)
+    count, radial = valid.sum(1), None
     if half_space:
         # Every vector with its own mirror image: a constant, unless short vectors are shortened.
         if beta is None and eps == 0:
             total = total + count * float(2 * potential(torch.tensor(4.0, dtype=torch.float64)))
         else:
-            own = 2 + 2 * units.square().sum(-1) if eps else 4.0 * valid
-            own = (own if beta is None else own * beta.square()).clamp(min=FLOOR[vectors.dtype])
-            total = total + 2 * (potential(own) * valid).sum(1)
-            if grad and eps:
-                rate = 8 * potential.slope(own) * (1.0 if beta is None else beta.square())
-                gradient = gradient + rate.unsqueeze(2) * units
+            own = _own_image(potential, gaps.squeeze(2) if gaps is not None else 0.0 * valid, beta)
+            total = total + 2 * (potential(*own) * valid).sum(1)
+            if grad and gaps is not None:
+                rate = 8 * potential.slope(*own) * (1.0 if beta is None else beta.square())
+                radial = rate.unsqueeze(2) * gaps * inverse * units
         count = 2 * count
     factor = torch.ones_like(count)
     if mean:
@@ -148,7 +174,22 @@ def _pair_sums(
         total = total * factor
     if grad:
         gradient = (fused if served else _THIS).tangent(gradient, units, inverse, factor)
+        if radial is not None:
+            gradient = gradient + radial * factor.view(-1, 1, 1)
     return total.to(vectors.dtype), gradient
+
+
+def _own_image(potential: Potential, gap: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
+    """Squared distances ``(b, n)`` of vectors and their own mirror images, and what else a potential takes.
+
+    Args:
+        potential: What a pair adds.
+        gap: What the squared lengths of the directions fall short of 1.
+        beta: Lengths instead.
+    """
+    own = 4 - 2 * gap
+    own = own if beta is None else (own * beta.square()).clamp(min=FLOOR[gap.dtype])
+    return own, *seen_by(potential, 2 * gap)
 
 
 @_pair_sums.register_fake
@@ -172,23 +213,21 @@ def _dense(
     valid, units = present(vectors), smooth_directions(vectors, eps)
     gaps = eps * directions(vectors.detach(), eps)[1].square() if eps else None
     places = torch.arange(vectors.shape[1], device=vectors.device)
-    q, p = smooth_chords(units, units, own=places, mirrored=half_space, gaps=None if gaps is None else (gaps, gaps))
+    short = None if gaps is None else (gaps, gaps)
+    q, p = smooth_chords(units, units, own=places, mirrored=both_chords(potential, half_space), gaps=short)
     pairs = valid.unsqueeze(2) & valid.unsqueeze(1) & (places != places.unsqueeze(1))
     scale, offset = 1.0 + torch.zeros_like(q), torch.zeros_like(q)
     if beta is not None:
         scale = beta.unsqueeze(2) * beta.unsqueeze(1)
         offset = (beta.unsqueeze(2) - beta.unsqueeze(1)).square()
     total = vectors.new_zeros(vectors.shape[0], dtype=torch.float64)
-    floor = FLOOR[vectors.dtype]
-    for squared in (q,) if p is None else (q, p):
-        distance = offset + scale * squared
-        value = potential(torch.where(pairs & (distance >= floor), distance, floor))
-        total = total + torch.where(pairs, value, 0.0).sum((1, 2), dtype=torch.float64)
+    for squared, other in pairs_and_images(q, p, half_space):
+        value = smooth_terms(offset + scale * squared, other, potential, pairs)
+        total = total + value.sum((1, 2), dtype=torch.float64)
     total = total.to(vectors.dtype)
     if half_space:
-        own = (2 + 2 * units.square().sum(-1)) if eps else units.new_full(units.shape[:-1], 4.0)
-        own = own if beta is None else own * beta.square()
-        total = 2 * total + 2 * (potential(own) * valid).sum(1)
+        gap = eps / (vectors.square().sum(-1) + eps) if eps else units.new_zeros(units.shape[:-1])
+        total = 2 * total + 2 * (potential(*_own_image(potential, gap, beta)) * valid).sum(1)
     return total / pair_counts(vectors, half_space) if mean else total
 
 

@@ -38,6 +38,14 @@ class Potential(metaclass=Member):
         tensor([0.5000, 0.2500])
     """
 
+    @property
+    def mirrored(self) -> bool:
+        """Whether value and slope take, as a second argument, the squared chord with the mirror image.
+
+        It is 4 less that of the pair, but keeps the digits of pairs that are nearly opposite, which the other loses.
+        """
+        return False
+
     def code(self) -> tuple[str, list[float]]:
         """A name and numbers that :func:`decode` turns back into the potential: operations take no objects."""
         entry = potentials.find(type(self))
@@ -53,9 +61,9 @@ class Potential(metaclass=Member):
         """Derivative of the value by ``q``, same shape."""
         raise NotImplementedError
 
-    def both(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, q: Tensor, *mirrored: Tensor) -> tuple[Tensor, Tensor]:
         """Value and slope, without repeating what they share."""
-        return self(q), self.slope(q)
+        return self(q, *mirrored), self.slope(q, *mirrored)
 
 
 potentials: Registry[Potential] = Registry("potential", kind=Potential)
@@ -96,35 +104,70 @@ class Riesz(Potential):
         if math.isinf(self.s):
             raise ArgumentError("s", f"must be finite, got {self.s}")
 
-    def _angle(self, q: Tensor) -> Tensor:
-        scale = 1 / math.pi if self.half_turns else 1.0
-        # Unlike clamp, hardtanh has no gradient at 1, where that of asin is infinite.
-        return 2 * scale * torch.asin(functional.hardtanh(q.sqrt() / 2)) + self.offset
+    @property
+    def mirrored(self) -> bool:
+        """Angles have all their digits where both chords of a pair have."""
+        return self.angular
 
-    def __call__(self, q: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, p: Tensor | None = None) -> Tensor:
         """Value at squared chords."""
-        base, s = (self._angle(q), self.s) if self.angular else (q, self.s / 2)
+        base, s = q, self.s / 2
+        if self.angular:
+            p = _image(q, p)
+            # Opposite directions are moved apart in the derivative alone.
+            root = (p + (least_opposite(p.dtype) - p).clamp(min=0).detach()).sqrt()
+            root = root - (root - p.sqrt()).detach()
+            base, s = 2 * self._unit * torch.atan2(q.sqrt(), root) + self.offset, self.s
         if self.s == 0:
             return base.log() * (-self.factor if self.angular else -self.factor / 2)
         return base.pow(-s) * math.copysign(self.factor, self.s)
 
-    def slope(self, q: Tensor) -> Tensor:
+    def slope(self, q: Tensor, p: Tensor | None = None) -> Tensor:
         """Derivative by the squared chord."""
-        strength = self.factor * (abs(self.s) if self.s else 1.0)
-        if not self.angular:
-            return q.pow(-self.s / 2 - 1) * (-strength / 2)
-        scale = 1 / math.pi if self.half_turns else 1.0
-        # At opposite directions the slope is infinite, but there no direction's gradient has a tangent part.
-        spread = (q * (4 - q).clamp(min=torch.finfo(q.dtype).eps)).rsqrt()
-        return self._angle(q).pow(-self.s - 1) * spread * (-strength * scale)
+        if self.angular:
+            return self._angular(q, _image(q, p))[1]
+        return q.pow(-self.s / 2 - 1) * (-self.factor * (abs(self.s) or 1.0) / 2)
 
-    def both(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, q: Tensor, *mirrored: Tensor) -> tuple[Tensor, Tensor]:
         """Value and slope; powers are slow, so the common exponents do without."""
-        if self.angular or self.s not in (1, 2):
+        if self.angular:
+            return self._angular(q, _image(q, *mirrored))
+        if self.s not in (1, 2):
             return super().both(q)
         value = q.rsqrt() if self.s == 1 else q.reciprocal()
         slope = (value / q).mul_(-self.factor * self.s / 2)
         return value if self.factor == 1 else value * self.factor, slope
+
+    @property
+    def _unit(self) -> float:
+        """What a radian is."""
+        return 1 / math.pi if self.half_turns else 1.0
+
+    def _angular(self, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and slope of angles at both squared chords."""
+        angle = torch.atan2(q.sqrt(), p.sqrt()).mul_(2 * self._unit).add_(self.offset)
+        spread = (q * p.clamp(min=least_opposite(p.dtype))).rsqrt_()
+        value = angle.log() if self.s == 0 else angle.pow(-self.s)
+        rate = spread.div_(angle) if self.s == 0 else spread.div_(angle).mul_(value)
+        rate.mul_(-self.factor * (abs(self.s) or 1.0) * self._unit)
+        return value.mul_(math.copysign(self.factor, self.s) if self.s else -self.factor), rate
+
+
+def least_opposite(dtype: torch.dtype) -> float:
+    """Least squared chord with a mirror image: the slope of an angle by the chord grows no further.
+
+    At opposite directions it would be infinite, but there no direction's gradient has a tangent part.
+
+    Example:
+        >>> least_opposite(torch.float64)
+        1e-14
+    """
+    return max(torch.finfo(dtype).eps / 1000, 1e-14)
+
+
+def _image(q: Tensor, p: Tensor | None = None) -> Tensor:
+    """Squared chords with the mirror images, taken from those of the pairs where they are not known."""
+    return (4 - q).clamp(min=0) if p is None else p
 
 
 @potentials.register("gaussian")
