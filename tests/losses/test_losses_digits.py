@@ -1,5 +1,6 @@
 """Digits of losses at near pairs, near centres and poles, against references in float64 that take differences."""
 
+import copy
 import warnings
 
 import pytest
@@ -267,3 +268,31 @@ def test_linear_logits_have_their_gradient_at_features_of_any_size(name, labels,
     else:
         loss = torch.nn.functional.cross_entropy(logits, y)
     assert off(by_x, torch.autograd.grad(loss, wide)[0]) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------ float64 as reference
+
+
+def by_features(head, x, y, dtype):
+    """Gradient by the features of a copy of a head in a type."""
+    leaf = x.to(dtype).requires_grad_()
+    return torch.autograd.grad(copy.deepcopy(head).to(dtype)(leaf, y), leaf)[0].double()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("l-softmax", {"m": 1, "label_smoothing": 0.3}),
+        ("l-softmax", {"m": 2, "label_smoothing": 0.3}),
+        ("margin-softmax", {"m": 0.25, "psi": "circle", "unit_weights": False}),
+        ("a-softmax", {"m": 2.5, "gradient": "caffe"}),
+    ],
+)
+def test_cosines_that_rounding_takes_past_one_keep_their_gradient(name, options):
+    head = build(name, 57, 10, **options)
+    if head.spec.unit_weights:
+        head.weight.data = torch.nn.functional.normalize(head.weight.data)
+    angle, rows = torch.tensor(1e-4, dtype=torch.float64), head.weight.detach().double()
+    near = [at_angle(row, angle, seed) for seed, row in enumerate(rows)]
+    x, y = 7.8 * torch.stack(near).float(), torch.arange(10)
+    assert off(by_features(head, x, y, torch.float32), by_features(head, x, y, torch.float64)) < 1e-5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,9 @@ from hypersphere.losses.streaming import (
     class_cosines,
     class_statistics,
     scaled,
+    target_angles,
 )
-from hypersphere.margins import NoMargin
+from hypersphere.margins import Margin, NoMargin
 
 if TYPE_CHECKING:
     from hypersphere.losses.head import MarginSoftmax
@@ -280,7 +281,7 @@ def target_logits(
         return _with_offset(head, _target_value(head, batch, products, sizes, angles)) * scale
     if isinstance(head.spec.psi, NoMargin):
         return products * scale
-    cosines = (products / torch.where(length > 0, length, 1.0)).clamp(-1, 1)
+    cosines = _within(products / torch.where(length > 0, length, 1.0))
     return _target_value(head, batch, cosines, sizes, angles) * length * scale
 
 
@@ -302,16 +303,30 @@ def _caffe_target(
     head: MarginSoftmax, batch: Batch, product: Tensor, scale: Tensor, sizes: Mapping[str, Any]
 ) -> Tensor:
     """Target logits with the gradient of the released SphereFace layer."""
-    with torch.no_grad():
-        cosines = product.clamp(-1, 1)
-        value = target_logits(head, batch, cosines, None, scale, sizes)
-    vectors = head.weight.detach().unflatten(0, (-1, head.subcentres))[batch.labels].to(batch.units.dtype)
+    margin = head.spec.psi
     fixed = {name: v.detach() if isinstance(v, Tensor) else v for name, v in sizes.items()}
-    product, margin = _with_offset(head, product), head.spec.psi
-    gradient = caffe_gradient(
-        product, batch.units, scale, vectors, cosines, lambda c: margin(c, **fixed), batch.annealing
-    )
-    return value + gradient
+    with torch.no_grad():
+        vectors = head.weight.unflatten(0, (-1, head.subcentres))[batch.labels].to(batch.units.dtype)
+        closest = (vectors * batch.units.unsqueeze(1)).sum(2).argmax(1)
+        own = vectors[torch.arange(len(vectors), device=vectors.device), closest]
+        cosines, angles = product.clamp(-1, 1), None
+        if margin.takes_angle(**fixed):
+            angles = target_angles(batch.features, own).to(own.dtype)
+        value = target_logits(head, batch, cosines, None, scale, sizes, angles)
+    line, product = _by_cosines(margin, cosines, angles, fixed), _with_offset(head, product)
+    return value + caffe_gradient(product, batch.units, scale, own, line, batch.annealing)
+
+
+def _by_cosines(
+    margin: Margin, cosines: Tensor, angles: Tensor | None, sizes: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """A margin's slope by the cosines ``(B,)``, and what a straight line of that slope has at cosine 0."""
+    psi, at = (margin.__call__, cosines) if angles is None else (margin.psi, angles)
+    value, pull = torch.func.vjp(lambda places: psi(places, **sizes), at)[:2]
+    (slope,) = pull(torch.ones_like(value))
+    if angles is not None:
+        slope = -slope / angles.sin().clamp(min=torch.finfo(angles.dtype).tiny ** 0.5)
+    return slope, value - cosines * slope
 
 
 def annealed(value: Tensor, plain: Tensor, weight: Tensor | None) -> Tensor:
@@ -380,9 +395,8 @@ def caffe_gradient(
     product: Tensor,
     units: Tensor,
     scale: Tensor,
-    vectors: Tensor,
-    cosines: Tensor,
-    psi: Callable[[Tensor], Tensor],
+    own: Tensor,
+    line: tuple[Tensor, Tensor],
     weight: Tensor | None,
 ) -> Tensor:
     r"""Zeros with the gradient of a target logit in the released SphereFace layer.
@@ -395,17 +409,13 @@ def caffe_gradient(
         product: ``(B,)`` plain target values, with their gradient.
         units: ``(B, D)`` directions of the features.
         scale: ``(B,)``.
-        vectors: ``(B, k, D)`` weights of the targets, no gradient.
-        cosines: ``(B,)`` target cosines, no gradient.
-        psi: The margin as a function of cosines.
+        own: ``(B, D)`` weights of the targets, no gradient.
+        line: ``(B,)`` slope of the margin by the cosine, and its value less the cosine times that, no gradient.
         weight: Weight of the plain function against the margin.
     """
     inputs = units * scale.unsqueeze(1)
-    closest = (vectors * units.detach().unsqueeze(1)).sum(2).argmax(1)
-    own = vectors[torch.arange(len(vectors), device=vectors.device), closest]
-    value, pull = torch.func.vjp(psi, cosines)[:2]
-    (slope,) = pull(torch.ones_like(value))
-    along = (value - cosines * slope) / torch.where(scale > 0, scale, 1.0).detach()
+    slope, along = line
+    along = along / torch.where(scale > 0, scale, 1.0).detach()
     length = torch.hypot(slope, along)
     inverse = torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0).unsqueeze(1)
     direction = (slope.unsqueeze(1) * own + along.unsqueeze(1) * inputs.detach()) * inverse
