@@ -766,3 +766,89 @@ def test_unknown_names_suggest_the_nearest():
         hs.nn.operators.create("sphere", angular="cosin")
     with pytest.raises(ArgumentError, match="'weighting'"):
         hs.nn.operators.create("sphere", weigthing="none")
+
+
+# What docs/layers.md says of layers.
+
+
+def angles_of(kernels, patches, eps):
+    """Angles row by row, in float64."""
+    w, x = kernels.double(), patches.double()
+    a, b = (v.square().sum(1, keepdim=True) + eps for v in (w, x))
+    u, v, lost = w / a.sqrt(), x / b.sqrt(), (eps / a + eps / b).squeeze(1)
+    return 2 * torch.atan2(((u - v).square().sum(1) + lost).sqrt(), ((u + v).square().sum(1) + lost).sqrt())
+
+
+ANGLES = (0.0, 1e-3, 1e-2, 0.1)
+NEAR_POLES = {  # (eps, norm): how far off the angle is at most, of convolutions and of the nearest of a linear layer
+    (0.0, 1.0): ((2e-3, 2e-3, 1e-4, 1e-5), (1e-6, 1e-6, 1e-6, 1e-6)),
+    (1e-4, 100.0): ((2e-3, 2e-3, 1e-4, 1e-5), (1e-3, 4e-4, 4e-5, 4e-6)),
+    (1e-4, 10.0): ((1e-3, 1e-3, 1e-4, 1e-5), (2e-4, 2e-4, 4e-5, 4e-6)),
+    (1e-4, 1.0): ((1e-4, 1e-4, 1e-4, 1e-5), (2e-5, 2e-5, 2e-5, 4e-6)),
+}
+
+
+@pytest.mark.parametrize("size", [8, 64, 576])
+@pytest.mark.parametrize(("eps", "norm"), NEAR_POLES)
+def test_how_far_angles_next_to_the_poles_are_off(eps, norm, size):
+    w, t = torch.randn(2, 200, size, dtype=torch.float64)
+    w = w / w.norm(dim=1, keepdim=True)
+    t = t - (w * t).sum(1, keepdim=True) * w
+    t = t / t.norm(dim=1, keepdim=True)
+    kernels = (norm * w).float()
+    convolution = hs.nn.SphereConv1d(size, 200, 1, eps=eps, angular="linear")
+    layer = hs.nn.SphereLinear(size, 200, eps=eps, angular="linear")
+    with torch.no_grad():
+        convolution.weight.copy_(kernels.unsqueeze(2))
+        layer.weight.copy_(kernels)
+        for place, theta in enumerate(ANGLES):
+            for sign in (1, -1):
+                patches = (sign * norm * (w * math.cos(theta) + t * math.sin(theta))).float()
+                wanted = angles_of(kernels, patches, eps)
+                values = (
+                    convolution(patches.unsqueeze(2)).squeeze(2).diagonal(),
+                    layer(patches).diagonal(),
+                    hs.nn.operator("sphere", angular="linear", eps=eps)(kernels, patches),
+                )
+                for value, allowed in zip(values, (*NEAR_POLES[eps, norm], (1e-6,) * 4), strict=True):
+                    error = ((1 - value.double()) * (math.pi / 2) - wanted).abs().max()
+                    assert error <= allowed[place], (theta, sign)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("eps", [1e-4, 0.0])
+def test_a_kernel_of_zeros_is_at_a_right_angle_and_a_patch_of_zeros_is_nothing(eps, weighting):
+    """Also with an angular function that is not 0 there; on vectors and in layers."""
+    g = hs.angular.Linear(a=-1.0, b=2.0)
+    f = hs.nn.operator("log", angular=g, weighting=weighting, eps=eps)
+    zero, x = torch.zeros(1, 3, requires_grad=True), torch.tensor([[1.0, 2.0, -0.5]], requires_grad=True)
+    layer = hs.nn.LogLinear(3, 1, angular=g, weighting=weighting, eps=eps)
+    layer.weight.data.zero_()
+    t, n = (float((v.detach().square().sum() + eps).sqrt()) for v in (x, zero))
+    h = {
+        "none": math.log1p(t),
+        "linear": n * math.log1p(t),
+        "joint": math.log1p(n * t),
+        "separate": math.log1p(n) * math.log1p(t),
+    }[weighting]
+    for value, kernel in ((f(zero, x), zero), (layer(x), layer.weight)):
+        assert value.item() == pytest.approx(h * (2 - math.pi / 2), rel=1e-5)
+        (slope,) = torch.autograd.grad(value.sum(), kernel)
+        assert bool(slope.any()) == (eps > 0)
+        assert slope.norm() <= 1.01 * math.log1p(t) / math.sqrt(eps or 1)
+    value = f(x, zero)
+    assert value.item() == 0
+    assert not any(part.any() for part in torch.autograd.grad(value.sum(), (x, zero)))
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_any_scale_within_the_range_of_squares(scale):
+    for layer, x in (
+        (hs.nn.SphereLinear(5, 4, eps=0.0, angular="linear"), torch.randn(3, 5)),
+        (hs.nn.SphereConv2d(2, 3, 2, eps=0.0, angular="sqcos"), torch.randn(2, 2, 4, 4)),
+    ):
+        wanted = layer(x)
+        torch.testing.assert_close(layer(scale * x), wanted, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            layer.weight.mul_(scale)
+        torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-6)

@@ -63,7 +63,11 @@ class Operator(metaclass=Member):
 
     ``weighting`` says how the norm of the kernel enters: ``"none"`` :math:`h(\|x\|)`, ``"linear"``
     :math:`\|w\| h(\|x\|)`, ``"joint"`` :math:`h(\|w\|\|x\|)`, ``"separate"`` :math:`h(\|w\|) h(\|x\|) / \alpha`. Norms
-    are :math:`\sqrt{\|\cdot\|^2 + \epsilon}`. The zero vector gives 0 and gets no gradient.
+    are :math:`\sqrt{\|\cdot\|^2 + \epsilon}`. A patch of zeros gives 0 and gets no gradient. A kernel of zeros stands
+    at a right angle to everything, :math:`H\, g(\pi/2)`, which is 0 but for a linear ``g`` of one's own; it gets a
+    gradient by which it leaves zero, up to :math:`1/\sqrt{\epsilon}`, and none with ``eps=0``. In float32 norms must
+    lie between 1e-19 and 1.8e19 (their squares between the smallest and largest number); what is shorter counts as
+    zero, and what is longer gives 0, too.
 
     Args:
         angular: Angular function, by name or as an object.

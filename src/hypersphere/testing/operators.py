@@ -137,6 +137,8 @@ def can_be_transformed(name: str) -> None:
     for weighting in WEIGHTINGS:
         for op in members(name, weighting=weighting, angular="sqcos"):
             numeric.transforms(lambda a, b: op(a, b), w, x, what=f"{op}")
+            for kernel, patch in ((w, 0 * x), (0 * w, x), (w, 2 * w)):
+                numeric.twice(lambda a, b: op(a, b), kernel, patch, what=f"{op} of zero or aligned vectors")
     for weighting in ("none", "joint"):
         op = members(name, weighting=weighting, angular="linear")[0]
         for layer, sample in (
