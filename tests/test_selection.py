@@ -322,3 +322,33 @@ def test_the_table_fills_up_and_aligns():
         "x       hidden  10  y",
         "longer  output   -  -  why",
     ]
+
+
+def _decoupled():
+    return hs.nn.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "sphere", output=None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **words: hs.selection.select(_decoupled(), **words),
+        lambda **words: hs.nn.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "sphere", output=None, **words),
+        lambda **words: hs.nn.project_weights(_decoupled(), **words),
+        lambda **words: hs.energy.select(_decoupled(), **words),
+        lambda **words: hs.energy.MHE().select(_decoupled(), **words),
+        lambda **words: hs.orthogonal.apply(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), output=None, **words),
+        lambda **words: hs.orthogonal.adapt(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), output=None, **words),
+        lambda **words: hs.parameter_groups(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1.0, rules=[hs.optim.Rule(**words)]
+        ),
+    ],
+    ids=["select", "convert", "project_weights", "energy", "regulariser", "apply", "adapt", "rule"],
+)
+def test_a_pattern_of_no_layer_has_the_same_answer_everywhere(call):
+    """An error for what is to be taken, a warning at the user's line for what is to be left out."""
+    with pytest.raises(ArgumentError, match=r"include must be the name or a pattern of 0, 1, got 'nothing\.\*'"):
+        call(include=["0", "nothing.*"])
+    text = r"exclude has the pattern 'nothing\.\*', which is that of no layer: there are 0, 1"
+    with pytest.warns(UserWarning, match=text) as caught:
+        call(exclude=["0", "nothing.*"])
+    assert len(caught) == 1 and caught[0].filename == __file__

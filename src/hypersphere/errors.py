@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numbers
+import sys
+import warnings
 
 
 class HypersphereError(Exception):
@@ -120,3 +122,19 @@ def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ArgumentError(argument, f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def warn(message: str) -> None:
+    """Warn the user, at the place in the user's own code from which this package was called.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("it has no effect")
+        >>> str(caught[0].message)
+        'it has no effect'
+    """
+    frame, levels = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("hypersphere.", "torch.")):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, stacklevel=levels)

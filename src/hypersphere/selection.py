@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hypersphere import neurons
-from hypersphere.errors import ArgumentError, check_choice
+from hypersphere.errors import ArgumentError, check_choice, warn
 
 Kind = str | type[nn.Module]
 Types = Kind | Iterable[Kind]
@@ -340,7 +340,6 @@ def select(
     output: Output = "auto",
     example: Any = None,
     obstacle: Callable[[Layer], str] | None = None,
-    strict: bool = False,
 ) -> tuple[Layer, ...]:
     """The layers of a model, those that are chosen without a ``reason``, all others with it.
 
@@ -350,7 +349,7 @@ def select(
             layers.
         include: Which layers: patterns of their names in the model (``"stages.*"``), each of which must be that of some
             layer, or a function of name and layer.
-        exclude: Which not, in the same way.
+        exclude: Which not, in the same way; a pattern that is that of no layer leaves out nothing, and is warned of.
         skip: Places to leave alone: the ``"first"`` layer, the ``"output"``, 1x1 convolutions on a ``"shortcut"`` (with
             shortcut, downsample, project or skip in their names). ``"last"`` is an older word for the output.
         output: The output layer: its name, a pattern of names, the module, ``None``, or ``"auto"`` for the rule of
@@ -359,7 +358,6 @@ def select(
             called (the model reads their weights itself), which are left out. Without it the order is that of
             registration.
         obstacle: Why a layer cannot be taken, whatever is asked for; empty where it can.
-        strict: Whether each pattern of ``exclude`` must be that of some layer, too.
 
     Returns:
         All layers, in order of registration.
@@ -379,8 +377,8 @@ def select(
     order = None if example is None else calls(model, example)
     outputs = _outputs(model, rows, output, order)
     wanted = _kinds_wanted(types, rows)
-    included = None if include is None else _matcher("include", include, rows, strict=True)
-    excluded = None if exclude is None else _matcher("exclude", exclude, rows, strict=strict)
+    included = None if include is None else _matcher("include", include, rows)
+    excluded = None if exclude is None else _matcher("exclude", exclude, rows)
     obstacles = [row.reason or ("" if obstacle is None else obstacle(row)) for row in rows]
     if order is not None:
         obstacles = [
@@ -436,15 +434,18 @@ def _kinds_wanted(types: Types | None, rows: Sequence[Layer]) -> Callable[[Layer
     return lambda row: row.kind in kinds or isinstance(row.module, tuple(classes))
 
 
-def _matcher(argument: str, choice: Choice, rows: Sequence[Layer], *, strict: bool) -> Callable[[Layer], bool]:
+def _matcher(argument: str, choice: Choice, rows: Sequence[Layer]) -> Callable[[Layer], bool]:
     if callable(choice):
         return lambda row: any(choice(name, row.module) for name in row.names)
     patterns = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ArgumentError(argument, f"must be patterns of names or a function, got {choice!r}")
-        if strict and not any(fnmatchcase(name, pattern) for row in rows for name in row.names):
+        if any(fnmatchcase(name, pattern) for row in rows for name in row.names):
+            continue
+        if argument == "include":
             raise ArgumentError(argument, f"must be the name or a pattern of {_list(rows)}, got {pattern!r}")
+        warn(f"{argument} has the pattern {pattern!r}, which is that of no layer: there are {_list(rows)}")
     return lambda row: any(fnmatchcase(name, pattern) for name in row.names for pattern in patterns)
 
 

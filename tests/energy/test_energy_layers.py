@@ -229,11 +229,8 @@ def test_include_and_exclude():
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), "b": nn.Linear(4, 2)})
     assert names(select(model, include="a.*")) == ["a.0", "a.1"]
     assert names(select(model, include=["a.*", "b"], exclude="*.0")) == ["a.1", "b"]
-    for argument in ("include", "exclude"):
-        with pytest.raises(
-            ArgumentError, match=rf"^{argument} must be the name or a pattern of a.0, a.1, b, got 'c\*'"
-        ):
-            select(model, **{argument: ["a.*", "c*"]})
+    with pytest.raises(ArgumentError, match=r"^include must be the name or a pattern of a.0, a.1, b, got 'c\*'"):
+        select(model, include=["a.*", "c*"])
 
 
 def test_decoupled_layers_alone():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from hypersphere.errors import warn
 from hypersphere.losses.theory import reachable_probability, suggest_scale
 from hypersphere.registry import Member, Registry
 
@@ -52,7 +51,7 @@ class HeadType(Member, type):
         """Build a head."""
         head = super().__call__(*args, **losses.canonical(options, losses.find(cls)))
         if message := _scale_warning(head):
-            warnings.warn(message, stacklevel=_levels_to_the_user())
+            warn(message)
         return head
 
 
@@ -69,11 +68,3 @@ def _scale_warning(head: MarginSoftmax) -> str | None:
         f"s = {head.s:g} cannot give a class of {head.classes:,} more than a probability of {best:.2g}, so the "
         f"loss stays large; {enough:.1f} or more reaches {LEAST_PROBABILITY} (hypersphere.losses.suggest_scale)"
     )
-
-
-def _levels_to_the_user() -> int:
-    """How far up the caller is that is not this package, for a warning to point there."""
-    frame, levels = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hypersphere."):
-        frame, levels = frame.f_back, levels + 1
-    return levels
