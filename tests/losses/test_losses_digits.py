@@ -296,3 +296,31 @@ def test_cosines_that_rounding_takes_past_one_keep_their_gradient(name, options)
     near = [at_angle(row, angle, seed) for seed, row in enumerate(rows)]
     x, y = 7.8 * torch.stack(near).float(), torch.arange(10)
     assert off(by_features(head, x, y, torch.float32), by_features(head, x, y, torch.float64)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_long_feature_leaves_the_pairs_of_the_others_their_digits(dtype):
+    x = draw(1, 16) + 1e-2 * draw(12, 16, seed=1)
+    x[0] *= 1e7
+    x = x.to(dtype).requires_grad_()
+    y = torch.arange(12) % 3
+    penalty = build("contrastive", 16, 3, pair_weight=1.0).to(dtype).penalty(hs.losses.Batch.of(x, y))
+    wide, (i, j) = x.detach().double().requires_grad_(), torch.triu_indices(12, 12, 1)
+    wanted = hs.losses.contrastive(wide[i], wide[j], y[i] == y[j]).mean()
+    rows = y > 0  # of other classes than the long one
+    found, expected = torch.autograd.grad(penalty, x)[0][rows], torch.autograd.grad(wanted, wide)[0][rows]
+    assert off(found, expected) < (1e-5 if dtype == torch.float32 else 1e-7)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-3])
+def test_triplets_of_near_features_are_those_of_their_digits(spread):
+    x, y = (10 * draw(8) + spread * draw(12, 8, seed=1)).float(), torch.arange(12) % 4
+    head = build("triplet", 8, 4)
+    assert off(by_features(head, x, y, torch.float32), by_features(head, x, y, torch.float64)) < 1e-5
+
+
+def test_triplets_of_long_anchors_keep_the_digits_of_their_difference():
+    a, p, n = 1e4 * draw(200, 8), torch.zeros(200, 8), torch.full((200, 8), 1e-2)
+    anchor = a.float()
+    wanted = hs.losses.triplet(anchor.double(), p.double(), n.double())
+    assert off(hs.losses.triplet(anchor, p, n), wanted) < 1e-6

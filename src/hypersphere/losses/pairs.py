@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import check_choice
-from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, in_float64, norm
+from hypersphere.geometry import at_least_float32, cosine_matrix, full_precision, in_float64, norm, transformed
 from hypersphere.losses.schedules import refuse_vmap
 
 
@@ -38,9 +38,8 @@ def contrastive(x: Tensor, y: Tensor, same: Tensor, margin: float = 1.0) -> Tens
 def squared_distances(x: Tensor) -> Tensor:
     r"""Squared distances of all pairs of rows: ``(B, D) -> (B, B)``, in the type of ``x``.
 
-    They are made of products: a difference of all pairs would be ``(B, B, D)``. What cancels in them is taken in
-    float64 and from the mean of the rows on, so that near pairs of long vectors keep their digits, in value and
-    gradient.
+    They come from differences, of which none is kept, and their gradient from products in float64: so near pairs keep
+    their digits, in value and gradient, however long they are and whatever lies far from them.
 
     Example:
         >>> squared_distances(torch.tensor([[1000.0, 0.0], [1000.0, 0.5]]))
@@ -51,7 +50,11 @@ def squared_distances(x: Tensor) -> Tensor:
     wide = wide - wide.detach().mean(0)
     squares = wide.square().sum(1)
     squared = squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * wide @ wide.mT
-    return squared.clamp(min=0).to(x.dtype)
+    if transformed():  # which does not know what follows
+        return squared.clamp(min=0).to(x.dtype)
+    fixed = wide.detach()
+    exact = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return (exact + (squared - squared.detach())).to(x.dtype)
 
 
 def triplet(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 0.2) -> Tensor:
@@ -70,10 +73,10 @@ def triplet(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 
         >>> triplet(torch.zeros(2), torch.ones(2), torch.tensor([1.0, 0.0]))
         tensor(1.2000)
     """
-    anchor = at_least_float32(anchor)
-    near = (anchor - at_least_float32(positive)).square().sum(-1)
-    far = (anchor - at_least_float32(negative)).square().sum(-1)
-    return (near - far + margin).relu()
+    anchor, positive, negative = at_least_float32(anchor), at_least_float32(positive), at_least_float32(negative)
+    # The difference of the squares as a product: of long anchors they would have its digits rounded.
+    difference = ((negative - positive) * ((anchor - positive) + (anchor - negative))).sum(-1)
+    return (difference + margin).relu()
 
 
 def circle_pairs(

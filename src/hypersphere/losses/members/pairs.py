@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.errors import ArgumentError, check_range
-from hypersphere.geometry import at_least_float32, full_precision, normalise, safe_sqrt
+from hypersphere.geometry import at_least_float32, full_precision, in_float64, normalise, safe_sqrt
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.members.plain import Softmax
@@ -139,7 +139,8 @@ class TripletLoss(MarginSoftmax):
         m: By how much a negative must be farther, in squared distance.
         centre_rate: Step of the running means.
         s: Scale of the logits at prediction.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (over the anchors).
+        reduction: ``"mean"`` over all pairs (a, p), their ``"sum"``, or ``"none"``: for each anchor the mean over its
+            pairs, 0 where it has none.
         ignore_index: Samples with this label count for nothing.
         validate: Check labels and features on every device.
 
@@ -192,8 +193,9 @@ class TripletLoss(MarginSoftmax):
             both = valid.unsqueeze(0) & valid.unsqueeze(1)
             same = (safe.unsqueeze(0) == safe.unsqueeze(1)) & both
             positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-            distance = (2 - 2 * units @ units.mT).clamp(min=0)
-            return self._mined(distance, positive, both & ~same)
+            # In float64: which negative is the next one is decided by small differences of small distances.
+            distance = squared_distances(normalise(in_float64(at_least_float32(features))))
+            return self._mined(distance, positive, both & ~same).to(units.dtype)
 
     def psi(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
         """There is none: a triplet has no target logit."""
