@@ -221,6 +221,20 @@ def test_anchors_near_a_row_keep_their_digits():
     torch.testing.assert_close(cross_sums(x[None].double(), x[None].double(), own, Riesz(1.5)).sum(), pairs)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("norm", [1e-25, 1e-15, 1e-13, 1e13, 1e18, 1e25])
+def test_gradients_that_can_be_differentiated_take_every_norm(norm, eps):
+    """Squares of a norm may be numbers of float32 whose powers, of which derivatives are made, are none."""
+    x, slopes = torch.randn(4, 5), []
+    x[0] *= norm
+    for dtype, graph in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        total = pair_sums(leaf[None], Riesz(), eps=eps).sum()
+        slopes.append(torch.autograd.grad(total, leaf, create_graph=graph)[0].detach().double())
+    for slope in slopes[1:]:
+        assert float(((slope - slopes[0]).norm(dim=1) / slopes[0].norm(dim=1)).max()) < 1e-5
+
+
 def test_orthoreg_sums_all_ordered_pairs():
     x = torch.randn(1, 5, 3, dtype=torch.float64)
     units = x[0] / x[0].norm(dim=1, keepdim=True)

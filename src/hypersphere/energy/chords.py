@@ -75,13 +75,12 @@ def directions(vectors: Tensor, eps: float, *, look: bool = False) -> tuple[Tens
 
 def smooth_directions(vectors: Tensor, eps: float = 0.0) -> Tensor:
     """Unit vectors of the rows ``(..., n, d)``, differentiable as often as one likes; zero rows stay zero."""
-    squared = vectors.square().sum(-1, keepdim=True)
-    ordinary = (squared > ORDINARY) & (squared < math.inf)
-    # What is not looked at is 1, so that no derivative of it is infinite.
-    usual = (torch.where(ordinary, squared, 1.0) + eps).rsqrt()
-    extraordinary = ~ordinary & present(vectors).unsqueeze(-1)
-    rest = _inverse_in_float64(torch.where(extraordinary, vectors, 1.0), eps)
-    return vectors * torch.where(ordinary, usual, torch.where(extraordinary, rest, 0.0))
+    if eps == 0:
+        return unit_vectors(vectors)
+    # Of vectors far shorter than the root of eps nothing is left to be normalised.
+    scale = scales(vectors).clamp(max=2.0**50)
+    scaled = vectors * scale
+    return scaled * (scaled.square().sum(-1, keepdim=True) + eps * scale * scale).rsqrt()
 
 
 def _inverse_in_float64(vectors: Tensor, eps: float) -> Tensor:
