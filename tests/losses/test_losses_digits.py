@@ -324,3 +324,19 @@ def test_triplets_of_long_anchors_keep_the_digits_of_their_difference():
     anchor = a.float()
     wanted = hs.losses.triplet(anchor.double(), p.double(), n.double())
     assert off(hs.losses.triplet(anchor, p, n), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+@pytest.mark.parametrize(("name", "classes", "parameter"), [("softmax", 2, "bias"), ("sphereface2", 6, "common_bias")])
+def test_the_gradient_of_a_16_bit_bias_is_rounded_once(name, classes, parameter, labels):
+    """What targets and others add to it cancels here in part."""
+    for seed in range(20):
+        head = build(name, 6, classes, seed=seed).bfloat16()
+        y = torch.randint(classes, (8,), generator=torch.Generator().manual_seed(seed))
+        x, given = draw(8, 6, seed=seed).bfloat16(), y
+        if labels == "soft":
+            given = torch.nn.functional.one_hot(y, classes).bfloat16()
+        (found,) = torch.autograd.grad(head(x, given), getattr(head, parameter))
+        wide = copy.deepcopy(head).double()
+        (wanted,) = torch.autograd.grad(wide(x.double(), y), getattr(wide, parameter))
+        assert off(found, wanted) < 5e-3

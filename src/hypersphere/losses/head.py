@@ -19,7 +19,15 @@ from hypersphere.geometry import at_least_float32, full_precision, norm, normali
 from hypersphere.losses import negatives as rules
 from hypersphere.losses.batch import Batch, Steps, check_features
 from hypersphere.losses.negatives import Negatives
-from hypersphere.losses.objective import annealed, cross_entropy, negative_logits, reduced, sample_losses, target_logits
+from hypersphere.losses.objective import (
+    Added,
+    annealed,
+    cross_entropy,
+    negative_logits,
+    reduced,
+    sample_losses,
+    target_logits,
+)
 from hypersphere.losses.registry import HeadType, losses
 from hypersphere.losses.schedules import LambdaAnnealer, Schedule
 from hypersphere.losses.spec import HeadSpec
@@ -327,14 +335,15 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             dtype, place, unit = batch.units.dtype, labels.unsqueeze(1), self.spec.unit_weights
             cosines = class_cosines(batch.units, self.weight, self.subcentres, unit)
             sizes, scale = self.margin_sizes(batch), self.scale(batch.norms)
+            added = Added(self.offset(), self.class_bias(dtype))
             plain = cosines.gather(1, place).squeeze(1)
             length = None if self.spec.unit_weights else norm(self.weight.to(dtype))[labels]
             angles = None
             if self.spec.psi.takes_angle(**sizes):
                 own = ClassProblem(batch.units, self.weight, labels, scale, subcentres=self.subcentres, unit=unit)
                 angles = target_angles(x, self.weight[own_rows(own)]).to(dtype)
-            target = target_logits(self, batch, plain, length, scale, sizes, angles) + self.target_bias(batch)
-            logits = negative_logits(self, cosines, scale, self.rule_parameters(batch, sizes, plain))
+            target = target_logits(self, batch, plain, length, scale, sizes, added, angles) + self.target_bias(batch)
+            logits = negative_logits(self, cosines, scale, self.rule_parameters(batch, sizes, plain), added)
             return logits.scatter(1, place, target.unsqueeze(1))
 
     def psi(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:

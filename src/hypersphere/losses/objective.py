@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,9 @@ def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False
 def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]:
     """Of one target each."""
     spec, caffe = head.spec, head.imitates_caffe
-    (units, scale), sizes = _factors(head, batch), head.margin_sizes(batch)
-    weight, columns, bias, class_weights = head.compared(batch)
+    sizes, (weight, columns, bias, class_weights) = head.margin_sizes(batch), head.compared(batch)
+    added = Added(head.offset(), bias)
+    units, scale = _factors(head, batch, added)
     parameters = head.rule_parameters(batch, sizes)
     problem = ClassProblem(
         units,
@@ -69,8 +70,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         scale,
         spec.negatives,
         parameters,
-        head.offset(),
-        bias,
+        *added,
         spec.subcentres,
         unit=spec.unit_weights and not head.keeps_unit_weights,
         total=spec.label_smoothing > 0 and not spec.all_logits,
@@ -80,18 +80,18 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
     )
     found = class_statistics(problem, chunked=head.path == "chunked")
     if caffe:
-        target = _caffe_target(head, batch, found.target, scale, sizes)
+        target = _caffe_target(head, batch, found.target, scale, sizes, added)
     else:
         length = None if spec.unit_weights else found.length
         product, angles = found.target, None if problem.features is None else found.angle
         if head.keeps_unit_weights:
             product = _within(product)
             angles = None if angles is None else _of_product(angles, product)
-        target = target_logits(head, batch, product, length, scale, sizes, angles)
-    target, total = target + head.target_bias(batch), found.total
+        target = target_logits(head, batch, product, length, scale, sizes, added, angles)
+    target, total = target if bias is None else target + bias[columns], found.total
     if spec.all_logits:
         cosines = class_cosines(units, weight, spec.subcentres, problem.unit)
-        logits = negative_logits(head, cosines, scale, parameters)
+        logits = negative_logits(head, cosines, scale, parameters, added)
         total = _floored_total(head, logits, found.negatives, target, _is_target(batch.labels, logits))
     own = None if class_weights is None else class_weights[columns]
     values = _weighted(head, batch, (found.reduced, total, target), own, class_weights, problem.classes, found.top)
@@ -101,9 +101,23 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
     return torch.where(batch.valid, values, 0.0), torch.where(batch.valid, counts, 0.0)
 
 
-def _factors(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
+class Added(NamedTuple):
+    """What is added to the values of classes: each made once, so that 16-bit parameters get one gradient, rounded once.
+
+    Example:
+        >>> Added(torch.tensor(0.1), torch.zeros(3)).offset
+        tensor(0.1000)
+    """
+
+    offset: Tensor | None
+    """Scalar added to every value."""
+    bias: Tensor | None
+    """Added to the logits, of the classes compared with ``(K,)``."""
+
+
+def _factors(head: MarginSoftmax, batch: Batch, added: Added) -> tuple[Tensor, Tensor]:
     """Vectors ``(B, D)`` and the scale ``(B,)`` of their products: directions, where the logits are not linear."""
-    if not head.spec.linear or head.offset() is not None:
+    if not head.spec.linear or added.offset is not None:
         return batch.units, head.scale(batch.norms)
     # A linear function has its gradient at 0, too. Sizes are taken off as constants, so that 16 bit can hold the rest.
     size = batch.features.detach().abs().amax(1)
@@ -114,7 +128,8 @@ def _factors(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
 def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of shares of all classes."""
     spec, dtype = head.spec, batch.units.dtype
-    units, scale = _factors(head, batch)
+    added = Added(head.offset(), head.class_bias(dtype))
+    units, scale = _factors(head, batch, added)
     raw = head.keeps_unit_weights
     cosines = class_cosines(units, head.weight, spec.subcentres, spec.unit_weights and not raw)
     cosines = _within(cosines) if raw else cosines
@@ -124,14 +139,14 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     takes_angle = spec.psi.takes_angle(**sizes)
     angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle else None
     angles = _of_product(angles, cosines) if raw and angles is not None else angles
-    target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, angles)
-    if head.bias is not None:
-        target = target + head.bias.to(dtype)
+    target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, added, angles)
+    if added.bias is not None:
+        target = target + added.bias
     weights = None if head.class_weights is None else head.class_weights.to(dtype)
     if spec.all_logits or any(_of_target(p) for p in parameters):
-        negatives, total = _by_target(head, cosines, scale, parameters, target)
+        negatives, total = _by_target(head, cosines, scale, parameters, target, added)
     else:
-        logits = negative_logits(head, cosines, scale, parameters)
+        logits = negative_logits(head, cosines, scale, parameters, added)
         if spec.negatives.softmax:  # which does not change when all logits do; large ones would be rounded in it
             top = logits.detach().amax(1, keepdim=True)
             logits, target = logits - top, target - top
@@ -197,7 +212,12 @@ def _of_target(parameter: Tensor) -> bool:
 
 
 def _by_target(
-    head: MarginSoftmax, cosines: Tensor, scale: Tensor, parameters: tuple[Tensor, ...], target: Tensor
+    head: MarginSoftmax,
+    cosines: Tensor,
+    scale: Tensor,
+    parameters: tuple[Tensor, ...],
+    target: Tensor,
+    added: Added,
 ) -> tuple[Tensor, Tensor]:
     """What :func:`class_statistics` finds, with each class as the target, where the negatives depend on it: ``(B, C)``.
 
@@ -208,9 +228,8 @@ def _by_target(
 
     def some(start: int, cosines: Tensor, scale: Tensor, target: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         chosen = (p[:, start : start + size] if _of_target(p) else p for p in parameters)
-        logits = negative_logits(
-            head, cosines.unsqueeze(1), scale.unsqueeze(1), tuple(p.unsqueeze(2) if p.dim() else p for p in chosen)
-        )
+        wider = tuple(p.unsqueeze(2) if p.dim() else p for p in chosen)
+        logits = negative_logits(head, cosines.unsqueeze(1), scale.unsqueeze(1), wider, added)
         own = target[:, start : start + size]
         is_target = _is_target(torch.arange(start, start + own.shape[1], device=own.device), logits[0])
         rule = head.spec.negatives
@@ -251,10 +270,12 @@ def _floored_total(head: MarginSoftmax, logits: Tensor, negatives: Tensor, targe
     return _weighted_sum(head, ((logits - whole).exp() + head.spec.probability_floor).log(), is_target)
 
 
-def negative_logits(head: MarginSoftmax, cosines: Tensor, scale: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+def negative_logits(
+    head: MarginSoftmax, cosines: Tensor, scale: Tensor, parameters: tuple[Tensor, ...], added: Added
+) -> Tensor:
     """Logits of all classes as non-targets, ``(B, C)``, from their cosines and the parameters of the rule."""
     values = head.spec.negatives.value(cosines, *parameters)
-    return scaled(values, scale, head.offset(), head.class_bias(cosines.dtype))
+    return scaled(values, scale, *added)
 
 
 def target_logits(
@@ -264,6 +285,7 @@ def target_logits(
     length: Tensor | None,
     scale: Tensor,
     sizes: Mapping[str, Any],
+    added: Added,
     angles: Tensor | None = None,
 ) -> Tensor:
     """Logits of targets, without the bias.
@@ -275,10 +297,11 @@ def target_logits(
         length: Norms of the targets' weights where these are no unit vectors, ``(B,)`` or ``(C,)``.
         scale: ``(B,)`` or ``(B, 1)``.
         sizes: The margin's arguments.
+        added: What is added.
         angles: Angles to the targets, where they are known and the margin is made of them.
     """
     if length is None:
-        return _with_offset(head, _target_value(head, batch, products, sizes, angles)) * scale
+        return _with_offset(added, _target_value(head, batch, products, sizes, angles)) * scale
     if isinstance(head.spec.psi, NoMargin):
         return products * scale
     cosines = _within(products / torch.where(length > 0, length, 1.0))
@@ -294,13 +317,12 @@ def _target_value(
     return cosines + (value - cosines).detach() if head.spec.gradient == "cgd" else value
 
 
-def _with_offset(head: MarginSoftmax, values: Tensor) -> Tensor:
-    offset = head.offset()
-    return values if offset is None else values + offset
+def _with_offset(added: Added, values: Tensor) -> Tensor:
+    return values if added.offset is None else values + added.offset
 
 
 def _caffe_target(
-    head: MarginSoftmax, batch: Batch, product: Tensor, scale: Tensor, sizes: Mapping[str, Any]
+    head: MarginSoftmax, batch: Batch, product: Tensor, scale: Tensor, sizes: Mapping[str, Any], added: Added
 ) -> Tensor:
     """Target logits with the gradient of the released SphereFace layer."""
     margin = head.spec.psi
@@ -312,8 +334,8 @@ def _caffe_target(
         cosines, angles = product.clamp(-1, 1), None
         if margin.takes_angle(**fixed):
             angles = target_angles(batch.features, own).to(own.dtype)
-        value = target_logits(head, batch, cosines, None, scale, sizes, angles)
-    line, product = _by_cosines(margin, cosines, angles, fixed), _with_offset(head, product)
+        value = target_logits(head, batch, cosines, None, scale, sizes, added, angles)
+    line, product = _by_cosines(margin, cosines, angles, fixed), _with_offset(added, product)
     return value + caffe_gradient(product, batch.units, scale, own, line, batch.annealing)
 
 
