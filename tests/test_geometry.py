@@ -352,6 +352,28 @@ def test_second_derivatives_at_zero_vectors(name, watched):
     assert_close(torch.func.jvp(torch.func.grad(total), (x.detach(),), (along,))[1], turned, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["norm", "normalise"])
+def test_what_is_traced_serves_for_zero_vectors(name):
+    function, x = SINGLES[name][0], draw(3, 4)
+    traced = torch.jit.trace(function, x)
+    x[1] = 0
+    assert_close(traced(x), function(x))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", ["norm", "normalise"])
+def test_many_gradients_at_a_time(name, watched):
+    x = leaf(draw(3, 4).index_fill(0, torch.tensor(1), 0))
+    with Watched() if watched else nullcontext():
+        y = SINGLES[name][0](x)
+        many = draw(5, *y.shape)
+        (together,) = torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in many]
+    assert_close(together, torch.stack(alone))
+
+
 def test_nan_and_infinity_are_not_hidden():
     bad = torch.tensor([[math.nan, 1.0]])
     for function, _ in PAIRS.values():

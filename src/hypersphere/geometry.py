@@ -158,6 +158,11 @@ def _least(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).tiny)
 
 
+def _recorded() -> bool:
+    """Whether a program is made of the operations, which must serve for other numbers, too."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 _Vectors = Literal["ordinary", "ordinary or zero", "any"]
 
 
@@ -268,7 +273,7 @@ def norm(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
 def _norm(x: Tensor, dim: int) -> Tensor:
     """The same with the axis kept."""
     length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-    known = "ordinary" if torch.compiler.is_compiling() else _vectors(x, length, dim)
+    known = "ordinary" if _recorded() else _vectors(x, length, dim)
     if known == "ordinary":
         return length
     return _any_norm(x, dim) if known == "any" else _Norm.apply(x, length.detach(), dim)
@@ -278,7 +283,7 @@ def _direction(x: Tensor, dim: int) -> Tensor:
     """Unit vectors in float32 or wider; zero for the zero vector."""
     x = at_least_float32(x)
     length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-    if torch.compiler.is_compiling():
+    if _recorded():
         return x * _inverse(length)
     known = _vectors(x, length, dim)
     if known == "ordinary":
