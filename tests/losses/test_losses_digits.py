@@ -340,3 +340,15 @@ def test_the_gradient_of_a_16_bit_bias_is_rounded_once(name, classes, parameter,
         wide = copy.deepcopy(head).double()
         (wanted,) = torch.autograd.grad(wide(x.double(), y), getattr(wide, parameter))
         assert off(found, wanted) < 5e-3
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize("name", ["cosface", "arcface", "a-softmax"])
+def test_directions_of_any_norm_are_compared(name, path, size):
+    head, x, y = build(name, 8, 6, path=path).eval(), draw(12, 8), torch.arange(12) % 6
+    wanted = head(x.float(), y)
+    found = head((size * x).float(), y) if name != "a-softmax" else wanted  # whose scale is the norm
+    assert off(found, wanted) < 1e-5
+    head.weight.data *= size
+    assert off(head(x.float(), y), wanted) < 1e-5

@@ -275,7 +275,7 @@ def class_angles(units: Tensor, weight: Tensor, subcentres: int = 1) -> Tensor:
 
 def _wide_direction(x: Tensor) -> tuple[Tensor, Tensor]:
     """Directions in float64, and one by the lengths ``(B, 1)``; 0 for what is a zero vector in the type of ``x``."""
-    least = math.sqrt(torch.finfo(at_least_float32(x).dtype).tiny)
+    least = torch.finfo(at_least_float32(x).dtype).tiny
     wide = in_float64(at_least_float32(x))
     length = norm(wide, keepdim=True)
     inverse = torch.where(length > least, 1 / torch.where(length > least, length, 1.0), 0.0)
@@ -362,8 +362,9 @@ def _chunks(weight: Tensor, batch: int, subcentres: int, unit: bool, dtype: torc
         if not unit:
             yield _Chunk(start, stop, rows, None)
             continue
-        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        inverse = torch.where(norms > math.sqrt(torch.finfo(dtype).tiny), 1 / norms, 0.0)  # as normalise does
+        norms, least = norm(rows, keepdim=True), torch.finfo(dtype).tiny
+        least = least if rows.device.type == "cpu" else math.sqrt(least)
+        inverse = torch.where(norms > least, 1 / norms, 0.0)  # as normalise does
         yield _Chunk(start, stop, rows * inverse, inverse)
 
 
