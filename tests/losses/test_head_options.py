@@ -299,3 +299,18 @@ def test_soft_labels_of_a_batch():
 def test_a_rule_without_a_value_says_so():
     with pytest.raises(NotImplementedError):
         Negatives().value(X)
+
+
+def test_sampled_classes_say_what_vmap_has_to_be_told():
+    head = losses.create("cosface", 4, 20, sample_rate=0.5)
+    x, y = torch.randn(2, 3, 4), torch.randint(20, (2, 3))
+    with pytest.raises(ArgumentError, match=r"^sample_rate below 1 draws classes in training: give torch\.func\.vmap "):
+        torch.func.vmap(head)(x, y)
+    assert torch.func.vmap(head, randomness="different")(x, y).shape == (2,)
+
+
+@pytest.mark.parametrize("method", ["psi", "slope", "eta"])
+@pytest.mark.parametrize(("theta", "given"), [([0.0, 1.0], "list"), (torch.tensor([0, 1]), "torch.int64")])
+def test_angles_that_are_no_tensor_of_floats_are_refused(method, theta, given):
+    with pytest.raises(ArgumentError, match=f"^theta must be a tensor of floating-point numbers, got {given}$"):
+        getattr(losses.create("arcface", 4, 3), method)(theta)

@@ -83,6 +83,19 @@ def check_features(features: Tensor, dim: int) -> None:
         raise ArgumentError("features", f"must be floating-point, got {features.dtype}")
 
 
+def check_angles(theta: Tensor) -> None:
+    """Raise :class:`ArgumentError` for angles that are not a tensor of floating-point numbers.
+
+    Example:
+        >>> check_angles([0.0, 1.0])
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: theta must be a tensor of floating-point numbers, got list
+    """
+    if not isinstance(theta, Tensor) or not theta.is_floating_point():
+        given = theta.dtype if isinstance(theta, Tensor) else type(theta).__name__
+        raise ArgumentError("theta", f"must be a tensor of floating-point numbers, got {given}")
+
+
 def check_labels(labels: Tensor, batch: int, classes: int) -> None:
     """Raise :class:`ArgumentError` for labels that are neither targets ``(B,)`` nor soft ``(B, C)``, by their shape.
 

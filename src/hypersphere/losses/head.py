@@ -17,7 +17,7 @@ from hypersphere.angular import Angular, Cosine
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, full_precision, norm, normalise, transformed
 from hypersphere.losses import negatives as rules
-from hypersphere.losses.batch import Batch, Steps, check_features
+from hypersphere.losses.batch import Batch, Steps, check_angles, check_features
 from hypersphere.losses.negatives import Negatives
 from hypersphere.losses.objective import (
     Added,
@@ -358,17 +358,20 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             >>> losses.create("a-softmax", 8, 3, m=2).psi(torch.tensor([0.0, torch.pi]))
             tensor([ 1., -3.])
         """
+        check_angles(theta)
         batch, sizes = self._described(theta, label, norm)
         return annealed(self.spec.psi.psi(theta, **sizes), self.plain_value(theta.cos(), theta), batch.annealing)
 
     def slope(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
         """Derivative of :meth:`psi` by the angle."""
+        check_angles(theta)
         with torch.enable_grad():
             leaf = theta.detach().clone().requires_grad_()
             return torch.autograd.grad(self.psi(leaf, label, norm).sum(), leaf)[0]
 
     def eta(self, theta: Tensor, target: float = 1.0, label: int = 0) -> Tensor:
         """Value of a non-target class at these angles, with the cosine ``target`` to the target."""
+        check_angles(theta)
         batch, sizes = self._described(theta, label, None)
         parameters = self.rule_parameters(batch, sizes, theta.new_tensor(target))
         return self.spec.negatives.value(theta.cos(), *parameters)

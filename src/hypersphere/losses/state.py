@@ -422,10 +422,24 @@ class HeadState(nn.Module):
             torch.Size([5])
         """
         count = min(max(int(self.spec.sample_rate * self.classes), len(labels), 1), self.classes)
-        chances = torch.rand(self.classes, device=labels.device) if draws is None else draws
+        chances = self._chances(labels) if draws is None else draws
         chosen = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
         chances = chances.scatter_add(0, labels, 2 * chosen.to(chances.dtype))
         return chances.topk(count, sorted=False).indices.sort().values
+
+    def _chances(self, labels: Tensor) -> Tensor:
+        """A random number of each class, ``(C,)``."""
+        if not transformed():
+            return torch.rand(self.classes, device=labels.device)
+        try:
+            return torch.rand(self.classes, device=labels.device)
+        except RuntimeError as error:  # of torch.func.vmap, whose message does not say what is random
+            if "randomness" not in str(error):
+                raise
+            why = (
+                "draws classes in training: give torch.func.vmap randomness='different' or 'same', or call head.eval()"
+            )
+            raise ArgumentError("sample_rate", f"below 1 {why}") from None
 
     def check(self, features: Tensor, labels: Tensor, soft: bool = True) -> None:
         """Raise :class:`ArgumentError` for features and labels that do not fit, before anything is changed.
