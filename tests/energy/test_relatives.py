@@ -228,6 +228,24 @@ def test_srip_finds_the_spectral_norm(seed, n, d):
 # Symmetries, gradients, optima.
 
 
+@pytest.mark.parametrize("half_space", [False, True])
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
+def test_vectors_near_the_pole_keep_their_digits(gap, half_space):
+    """And those near its mirror image."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    pole = torch.nn.functional.normalize(torch.randn(3, dtype=torch.float64), dim=0).float()
+    x[0] = pole + gap * torch.nn.functional.normalize(x[0], dim=0)
+    if half_space:
+        x[0] *= -1
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = x.float().to(dtype).requires_grad_()
+        value = with_pole(MHP, pole.to(dtype), half_space=half_space)(leaf)
+        found.append((value.item(), *torch.autograd.grad(value, leaf)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6 + 2e-7 / gap)
+    assert float((found[1][1] - found[0][1]).norm() / found[0][1].norm()) < 1e-5 + 1e-6 / gap
+
+
 @pytest.mark.parametrize("name", ["mhp", "mhc"])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_symmetries_with_the_pole_that_turns_along(name, seed):

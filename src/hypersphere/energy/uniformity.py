@@ -539,21 +539,30 @@ class _Poles(_Spread):
                     part = slice(starts, starts := starts + state.shape[1])
                     state[0].copy_(poles[part, 0, : state.shape[2]])
                     state[1].copy_(momenta[part, 0, : state.shape[2]])
-        value, _ = self._value(_to_pole(units, normalise(poles)), valid, half_space)
-        return value
+        aims = normalise(poles)
+        doubled = 2 * (units @ aims.mT).squeeze(2)
+        moving = doubled - doubled.detach()  # whose derivative needs no difference of near numbers
+        q = (units.detach() - aims).square_().sum(2) - moving
+        p = (units.detach() + aims).square_().sum(2) + moving if half_space else None
+        return self._value(q, p, valid)[0]
 
     def _inner_step(
         self, units: Tensor, valid: Tensor, poles: Tensor, momenta: Tensor, half_space: bool
     ) -> tuple[Tensor, Tensor]:
         aims = normalise(poles)
-        _, slopes = self._value(_to_pole(units, aims), valid, half_space)
+        # A pole that seeks a hole needs no more digits of what is near it than products have.
+        q = 2 - 2 * (units @ aims.mT).squeeze(2)
+        _, slopes = self._value(q, 4 - q if half_space else None, valid)
         gradient = 2 * (slopes.unsqueeze(1) @ units)  # downhill for the pole is uphill for the value
         gradient = (gradient - (gradient * aims).sum(2, keepdim=True) * aims) / norm(poles, keepdim=True)
         momenta = self.momentum * momenta + gradient + self.decay * poles
         return poles - self.rate * momenta, momenta
 
-    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
-        """Value ``(b,)`` at squared chords from the pole ``(b, n)``, and its slopes by these ``(b, n)``."""
+    def _value(self, q: Tensor, p: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Value ``(b,)`` at squared chords from the pole ``(b, n)``, and its slopes by these ``(b, n)``.
+
+        In half space p are those from its mirror image, which count as well.
+        """
         raise NotImplementedError
 
     # Values at the worst place.
@@ -575,7 +584,8 @@ class _Poles(_Spread):
         """Values ``(b, m)`` of directions ``(b, n, d)`` at places ``(b, m, d)``, and their slopes by the places."""
         b, m, _ = places.shape
         q = 2 - 2 * (places @ units.mT)
-        values, slopes = self._value(q.flatten(0, 1), valid.repeat_interleave(m, 0), self.half_space)
+        q = q.flatten(0, 1)
+        values, slopes = self._value(q, 4 - q if self.half_space else None, valid.repeat_interleave(m, 0))
         gradient = -2 * (slopes.view(b, m, -1) @ units)
         return values.view(b, m), gradient - (gradient * places).sum(2, keepdim=True) * places
 
@@ -612,11 +622,6 @@ PREFIX = "pole "
 def _key(name: str) -> str:
     """Name of a buffer, which may not contain dots."""
     return PREFIX + name.replace(".", "/")
-
-
-def _to_pole(units: Tensor, aims: Tensor) -> Tensor:
-    """Squared chords of directions ``(b, n, d)`` to a pole ``(b, 1, d)``: ``(b, n)``."""
-    return 2 - 2 * (units @ aims.mT).squeeze(2)
 
 
 @energies.register("mhp", aliases=("maximum-hyperspherical-polarization",))
@@ -659,14 +664,14 @@ class MHP(_Poles):
         check_range("s", s, 0)
         self.potential = Riesz(s)
 
-    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
+    def _value(self, q: Tensor, p: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
         floor = FLOOR[q.dtype]
         safe = torch.where(valid & (q > floor), q, floor)
         value, slope = self.potential(safe), torch.where(q > floor, self.potential.slope(safe), 0.0)
-        if half_space:
-            other = torch.where(valid & (4 - q > floor), 4 - q, floor)
+        if p is not None:
+            other = torch.where(valid & (p > floor), p, floor)
             value = (value + self.potential(other)) / 2
-            slope = (slope - torch.where(4 - q > floor, self.potential.slope(other), 0.0)) / 2
+            slope = (slope - torch.where(p > floor, self.potential.slope(other), 0.0)) / 2
         share = valid.to(q.dtype) / valid.sum(1, keepdim=True).clamp(min=1)
         return -(value * share).sum(1), -slope * share
 
@@ -712,13 +717,13 @@ class MHC(_Poles):
         check_range("sharpness", sharpness, 0, open_low=True)
         self.sharpness = sharpness
 
-    def _value(self, q: Tensor, valid: Tensor, half_space: bool) -> tuple[Tensor, Tensor]:
+    def _value(self, q: Tensor, p: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
         count = valid.sum(1)
         # All rows zero: nothing to cover, and no logarithm of nothing.
         logits = torch.where(valid | (count == 0).unsqueeze(1), -self.sharpness * q, -math.inf)
         number = count.clamp(min=1).to(q.dtype)
-        if half_space:
-            mirrored = torch.where(valid | (count == 0).unsqueeze(1), -self.sharpness * (4 - q), -math.inf)
+        if p is not None:
+            mirrored = torch.where(valid | (count == 0).unsqueeze(1), -self.sharpness * p, -math.inf)
             total = torch.logaddexp(logits.logsumexp(1), mirrored.logsumexp(1))
             slope = (logits - total.unsqueeze(1)).exp() - (mirrored - total.unsqueeze(1)).exp()
             number = 2 * number
