@@ -33,7 +33,8 @@ def hyperspherical_energy(
     Args:
         vectors: ``(n, d)``, or a batch ``(b, n, d)``; norms do not matter and zero vectors are left out. Directions
             closer than 1e-4 (1e-6 in float64) count as that far apart and have no gradient.
-        s: Riesz exponent; 0 is the logarithmic energy, below 0 the terms are :math:`-\rho^{-s}`.
+        s: Riesz exponent; 0 is the logarithmic energy, below 0 the terms are :math:`-\rho^{-s}`. On the circle a near
+            pair of chords hardly curves with s = -1: its second derivative is off by a rounding over :math:`\rho^2`.
         half_space: Add the mirror image of every vector, so that opposite directions count as equal.
         angular: Take the angle as distance :math:`\rho`, not the chord.
         beta: Lengths ``(n,)`` of the vectors in place of 1, constants: a longer vector moves less.

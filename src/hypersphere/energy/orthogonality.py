@@ -113,7 +113,9 @@ class Orthonormal(_Orthogonality):
 class Orthogonal(_Orthogonality):
     r"""Distance of a layer's kernels from orthogonal ones of any norms: :math:`\|W^T W - \mathrm{diag}(W^T W)\|_F^2`.
 
-    With ``normalised=True`` it is the sum of squared cosines over ordered pairs.
+    With ``normalised=True`` it is the sum of squared cosines over ordered pairs. With more kernels than inputs it is a
+    difference, right to a few roundings of :math:`\sum_i \|w_i\|^4`: one kernel 10,000 times longer than the others
+    leaves no digits of float32, and eight of float64.
 
     Example:
         >>> Orthogonal()(torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]]))
