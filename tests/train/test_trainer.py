@@ -632,7 +632,7 @@ def test_fixed_radii_are_not_shown(tmp_path):
 
 def test_a_conversion_that_finds_no_layer_is_blamed_on_the_recipe(tmp_path):
     override = "convert={name: tanh, include: [nothing]}"
-    with pytest.raises(recipe.RecipeError, match=r"^override 'convert=.*': convert\.model must have a layer"):
+    with pytest.raises(recipe.RecipeError, match=r"^override 'convert=.*': convert\.include must be .*, got 'nothing'"):
         trainer(tmp_path / "run", plan(override))
 
 
