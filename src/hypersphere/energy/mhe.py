@@ -92,7 +92,7 @@ class MHE(Regulariser):
             logarithmic energy, angles in half turns plus 1e-4, and weights 1 and 10 (of powers of angles 0.1 and 1).
 
     Example:
-        >>> MHE(s=2)(nn.Linear(4, 8)).shape
+        >>> MHE(s=2)(torch.nn.Linear(4, 8)).shape
         torch.Size([])
     """
 
