@@ -17,6 +17,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.losses import ArcFace, Batch, HeadSpec, MarginSoftmax, SubcenterArcFace, losses, negatives
 from hypersphere.losses.negatives import Binary, CircleNegatives, Negatives, OfAngle, Plain
 from hypersphere.recipe import RecipeError
+from hypersphere.testing import numeric
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(6) % 5
 
@@ -269,6 +270,53 @@ def test_a_loss_a_margin_and_a_rule_in_a_file_of_ones_own(tmp_path):
         [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+class Shifted(MarginSoftmax):
+    """Weights of any length, and a number that all classes share."""
+
+    def offset(self):
+        return torch.tensor(0.7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options", [{"psi": "none"}, {"psi": "multiplicative", "m": 2}, {"s": 3.0, "bias": True}], ids=str
+)
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_an_offset_is_that_of_targets_too_where_weights_have_lengths(path, options):
+    torch.manual_seed(0)
+    head = Shifted(4, 3, unit_weights=False, path=path, **options).double()
+    x, y = 2 * torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    length, scale = head.weight.norm(dim=1), x.norm(dim=1, keepdim=True)
+    cosines = F.normalize(x) @ F.normalize(head.weight).T
+    target = F.one_hot(y, 3).bool()
+    own = torch.where(cosines < 0, -1 - 2 * cosines**2, 2 * cosines**2 - 1) if "m" in options else cosines
+    logits = (torch.where(target, own, cosines) * length + 0.7) * options.get("s", scale)
+    logits = logits if head.bias is None else logits + head.bias
+    wanted = F.cross_entropy(logits, y)
+    torch.testing.assert_close(head.margin_logits(x, y), logits)
+    torch.testing.assert_close(head(x, y), wanted)
+    torch.testing.assert_close(head(x, target.double()), wanted)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("path", ["dense", "chunked"])
+def test_second_derivatives_of_l_softmax_at_a_zero_weight_are_finite(path, m):
+    """They are those of the same labels as shares of the classes."""
+    torch.manual_seed(0)
+    head = hs.losses.LSoftmax(4, 3, m=m, path=path).double()
+    head.weight.data[1] = 0
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 1])
+
+    def loss(weight, x, labels):
+        return torch.func.functional_call(head, {"weight": weight}, (x, labels))
+
+    found = numeric.twice(lambda w, x: loss(w, x, y), head.weight, x)
+    shares = F.one_hot(y, 3).double()
+    for one, other in zip(found, numeric.twice(lambda w, x: loss(w, x, shares), head.weight, x), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_members_override_nothing_private():

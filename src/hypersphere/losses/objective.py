@@ -301,11 +301,13 @@ def target_logits(
         angles: Angles to the targets, where they are known and the margin is made of them.
     """
     if length is None:
-        return _with_offset(added, _target_value(head, batch, products, sizes, angles)) * scale
-    if isinstance(head.spec.psi, NoMargin):
-        return products * scale
-    cosines = _within(products / torch.where(length > 0, length, 1.0))
-    return _target_value(head, batch, cosines, sizes, angles) * length * scale
+        values = _target_value(head, batch, products, sizes, angles)
+    elif isinstance(head.spec.psi, NoMargin):
+        values = products
+    else:
+        cosines = _within(products / torch.where(length > 0, length, 1.0))
+        values = _target_value(head, batch, cosines, sizes, angles) * length
+    return _with_offset(added, values) * scale
 
 
 def _target_value(

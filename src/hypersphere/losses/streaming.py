@@ -174,7 +174,7 @@ def _dense(problem: ClassProblem) -> Statistics:
         reduced,
         total,
         target,
-        torch.linalg.vector_norm(weight.to(units.dtype), dim=1)[labels] if lengths else units.new_empty(0),
+        norm(weight.to(units.dtype))[labels] if lengths else units.new_empty(0),
         angle,
         top,
     )
@@ -459,7 +459,7 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     target = target_products(units, weight, labels, problem.subcentres, problem.unit)
     length = target.new_empty(0)
     if problem.has_lengths:
-        length = torch.linalg.vector_norm(weight[labels].to(units.dtype), dim=1)
+        length = norm(weight[labels].to(units.dtype))
     angle = units.new_empty(0)
     if problem.features is not None:
         angle = target_angles(problem.features, weight[own_rows(problem)]).to(units.dtype)

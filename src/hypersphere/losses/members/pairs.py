@@ -25,6 +25,9 @@ class Contrastive(Softmax):
     .. math:: L = L_{softmax} + w \cdot \text{mean}_{i<j}\, \tfrac12 [\text{same}\; d_{ij}^2 +
         (1 - \text{same}) \max(0, m - d_{ij})^2]
 
+    In float32 the square of a distance above 1.8e19 is infinite, and so is the loss; distances below 1e-21 have a
+    gradient that is off by 1e-3 and more, or none.
+
     Args:
         dim: Feature dimension D.
         classes: Number of classes C.
