@@ -1,6 +1,7 @@
 """Which layer of a model is its output, and which layers are chosen: the same answer for everybody who asks."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -352,3 +353,13 @@ def test_a_pattern_of_no_layer_has_the_same_answer_everywhere(call):
     with pytest.warns(UserWarning, match=text) as caught:
         call(exclude=["0", "nothing.*"])
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [(nn.Linear(3, 3), "'' (the model itself)"), (nn.ReLU(), "a layer (there is none)")]
+)
+@pytest.mark.parametrize("argument", ["output", "include"])
+def test_a_layer_without_a_name_is_told_apart_from_no_layer(model, told, argument):
+    text = f"{argument} must be the name or a pattern of {told}, got 'foo'"
+    with pytest.raises(ArgumentError, match=f"^{re.escape(text)}$"):
+        hs.selection.select(model, **{argument: "foo"})

@@ -93,6 +93,18 @@ def check_count(argument: str, value: int, low: int = 1) -> None:
     check_range(argument, value, low)
 
 
+def check_flag(argument: str, value: bool) -> None:
+    """Raise :class:`ArgumentError` unless ``value`` is ``True`` or ``False``.
+
+    Example:
+        >>> check_flag("half_space", 1)
+        Traceback (most recent call last):
+        hypersphere.errors.ArgumentError: half_space must be True or False, got 1
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, f"must be True or False, got {value!r}")
+
+
 def check_seed(seed: int) -> None:
     """Raise :class:`ArgumentError` unless a seed is a whole number, of any sign.
 

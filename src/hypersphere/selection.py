@@ -466,7 +466,7 @@ def _on_shortcut(row: Layer) -> bool:
 
 
 def _list(rows: Sequence[Layer]) -> str:
-    names = [row.name for row in rows if not row.reason]
+    names = [row.name or "'' (the model itself)" for row in rows if not row.reason] or ["a layer (there is none)"]
     return ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
 
 

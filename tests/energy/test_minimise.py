@@ -285,10 +285,14 @@ def test_arguments():
         ("restarts", {"restarts": 0}),
         ("lr", {"lr": 0.0}),
         ("max_move", {"max_move": 0.0}),
+        ("half_space", {"half_space": 1}),
+        ("half_space", {"half_space": 1, "energy": "mma"}),
         ("beta", {"s": math.inf, "beta": torch.ones(4)}),
     ):
         with pytest.raises(ArgumentError, match=f"^{argument} must "):
             minimise((4, 3), **options)
+    with pytest.raises(ArgumentError, match=r"^half_space must be True or False, got 1$"):
+        energies.create("mma", half_space=1)
     with pytest.raises(ArgumentError, match=r"^points must have shape"):
         minimise(torch.zeros(3))
     for points, told in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -102,6 +103,22 @@ def test_evaluation_changes_no_weight():
 def test_where_it_has_no_meaning_it_is_refused(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+@pytest.mark.parametrize("option", [{"weight_gradient": "raw"}, {"gradient": "caffe"}], ids=str)
+def test_losses_that_are_named_have_it_or_refuse_it(option):
+    """The message of a loss that compares no directions names others that do, and takes its own side."""
+    with pytest.raises(ArgumentError) as caught:
+        hs.losses.create("softmax", D, C, **option)
+    names = {name for name in hs.losses.losses if re.search(rf"(?<![\w-]){name}(?![\w-])", str(caught.value))}
+    having = {"normface", "cosface", "arcface", "a-softmax"}
+    assert having <= names
+    for name in names:
+        if name in having:
+            assert hs.losses.create(name, D, C, **option).spec.unit_weights
+        else:
+            with pytest.raises(ArgumentError, match="needs unit_weights=True"):
+                hs.losses.create(name, D, C, **option)
 
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])

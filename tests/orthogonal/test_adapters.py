@@ -549,6 +549,8 @@ class TestFiles:
             load_adapter(model, state, {**config, "block_size": 4})
         with pytest.raises(ArgumentError, match=r"got others: 2\.free"):
             load_adapter(model, {"0.free": state["0.free"]}, config)
+        with pytest.raises(ArgumentError, match="eps needs coft=True"):
+            load_adapter(model, state, config, eps=0.1)
         assert type(model[0]) is nn.Linear
         assert torch.equal(model(x), base)
         adapt(model, name="mine", block_size=8)
@@ -605,7 +607,8 @@ class TestQuantised:
         torch.testing.assert_close(model[0](x=x), plain[0](x), rtol=1e-5, atol=1e-6)
         model(x).sum().backward()
         assert model[0].adapters.default.free.grad.abs().sum() > 0
-        with pytest.raises(ArgumentError, match="quantised"):
+        told = "quantised one: 0; leave it unmerged, or merge into the one before quantisation: load_adapter"
+        with pytest.raises(ArgumentError, match=told):
             merge_adapter(model)
         drop(model, "default")
         assert "adapters" not in model[0]._modules
@@ -973,6 +976,7 @@ def test_neither_a_weight_of_another_class_nor_a_shared_one():
         ({"method": "boft", "block_size": 4, "butterfly": 4}, "butterfly must be such"),
         ({"method": "boft", "block_size": 1}, "even block_size"),
         ({"eps": 0.0}, "eps must be greater than 0"),
+        ({"eps": 0.1}, "eps needs coft=True, whose bound it is, got 0.1"),
         ({"dropout": 1.5}, "dropout must be"),
         ({"name": "a.b"}, "name must be a word"),
         ({"name": "keys"}, "name must be a word"),
@@ -1204,7 +1208,11 @@ def prepared(body, way):
         body.requires_grad_(False)
         for layer in (body[0], body[2]):
             parametrize.register_parametrization(layer, "weight", LowRank(layer.weight))
-    return body if way in ("full", "lora") else adapt(body, targets=["0", "2"], coft=way == "coft", eps=0.5)
+    return (
+        body
+        if way in ("full", "lora")
+        else adapt(body, targets=["0", "2"], **({"coft": True, "eps": 0.5} if way == "coft" else {}))
+    )
 
 
 def fit(body, head, x, y, lr, steps):

@@ -21,7 +21,7 @@ from hypersphere.energy.compressive import START_RATE
 from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.uniformity import MHS, nearest
-from hypersphere.errors import ArgumentError, check_choice, check_count, check_range
+from hypersphere.errors import ArgumentError, check_choice, check_count, check_flag, check_range
 from hypersphere.geometry import angle, at_least_float32, full_precision, normalise, scales
 
 METHODS = ("lbfgs", "projected", "riemannian")
@@ -107,6 +107,7 @@ def minimise(
         ('98.330506', '63.4349')
     """
     check_choice("method", method, METHODS)
+    check_flag("half_space", half_space)
     check_range("steps", steps, 0)
     check_range("restarts", restarts, 1)
     check_range("max_move", max_move, 0, open_low=True)

@@ -23,7 +23,7 @@ from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import pair_counts, pair_sums
 from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.energy.projections import untransformed
-from hypersphere.errors import ArgumentError, check_choice, check_range, check_step
+from hypersphere.errors import ArgumentError, check_choice, check_flag, check_range, check_step
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt, scales
 
 CHUNK_ELEMENTS = 2**23
@@ -75,6 +75,7 @@ class _Spread(Regulariser):
     """A member that knows half space, which is for hidden layers only."""
 
     def __init__(self, *, half_space: bool, hidden_weight: float, output_weight: float) -> None:
+        check_flag("half_space", half_space)
         super().__init__(hidden_weight=hidden_weight, output_weight=output_weight)
         self.half_space = half_space
 

@@ -14,6 +14,10 @@ GRADIENTS = ("exact", "cgd", "caffe")
 WEIGHT_GRADIENTS = ("tangent", "raw")
 REDUCTIONS = ("mean", "sum", "none")
 PATHS = ("auto", "dense", "compiled", "chunked")
+_LOSSES = (
+    "as normface, cosface, arcface, a-softmax and others have it: softmax, hinge, l-softmax and contrastive "
+    "keep the lengths of class weights"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +109,9 @@ class HeadSpec:
             if not isinstance(value := getattr(self, name), kind):
                 raise ArgumentError(name, f"must be of type {kind.__name__}, got {value!r}")
         if not self.unit_weights and self.gradient == "caffe":
-            raise ArgumentError("gradient", "'caffe' needs unit_weights=True: the layer divides by their norms")
+            raise ArgumentError("gradient", f"'caffe' needs unit_weights=True, {_LOSSES}")
         if not self.unit_weights and self.weight_gradient == "raw":
-            raise ArgumentError("weight_gradient", "'raw' needs unit_weights=True: other weights are not normalised")
+            raise ArgumentError("weight_gradient", f"'raw' needs unit_weights=True, {_LOSSES}")
         if not self.unit_weights and not isinstance(self.g, Cosine):
             raise ArgumentError("g", "needs unit_weights=True: other functions than the cosine act on directions")
         if not self.unit_weights and not self.negatives.plain:

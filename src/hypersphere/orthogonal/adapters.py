@@ -408,7 +408,7 @@ def adapt(
     share_blocks: bool = False,
     butterfly: int | None = None,
     coft: bool = False,
-    eps: float = 6e-5,
+    eps: float | None = None,
     rescale: bool = False,
     cayley: str = "exact",
     terms: int = 4,
@@ -455,7 +455,7 @@ def adapt(
         butterfly: Number m of factors of ``"boft"``, by default 2; R is dense from :math:`m = \log_2(2d/b)` on. Neurons
             must have a size divisible by :math:`b\,2^{m-1}`, and b must be even.
         coft: Bound how far R is from the identity; call :func:`constrain` after every step of the optimiser.
-        eps: The bound: :math:`\|R - I\|_F \le 2\,\text{eps}`.
+        eps: The bound of ``coft``, by default 6e-5: :math:`\|R - I\|_F \le 2\,\text{eps}`.
         rescale: Learn a positive factor :math:`s_i` for every neuron, too, which changes no angle.
         cayley: ``"exact"``, or ``"neumann"``: products alone, see ``terms``.
         terms: Terms k of the Neumann series; an even number is more exact than the next odd one, and blocks have to
@@ -491,7 +491,7 @@ def adapt(
     check_choice("method", method, ("oft", "boft"))
     check_choice("cayley", cayley, ("exact", "neumann"))
     check_choice("bias", bias, ("none", "all", "adapter"))
-    check_range("eps", eps, 0, open_low=True)
+    bound = _bound(coft, eps)
     check_range("dropout", dropout, 0, 1)
     if block_size is not None and blocks is not None:
         raise ArgumentError("blocks", "must not be given together with block_size")
@@ -516,7 +516,7 @@ def adapt(
         "share_blocks": share_blocks,
         "butterfly": factors,
         "coft": coft,
-        "eps": eps,
+        "eps": bound,
         "rescale": rescale,
         "cayley": cayley,
         "terms": terms,
@@ -542,6 +542,15 @@ def adapt(
     book.extras[name] = {n: book.base.get(n, own[n].data).clone() for n in extras}
     use(model, name)
     return model
+
+
+def _bound(coft: bool, eps: float | None) -> float:
+    if eps is None:
+        return 6e-5
+    check_range("eps", eps, 0, open_low=True)
+    if not coft:
+        raise ArgumentError("eps", f"needs coft=True, whose bound it is, got {eps:g}")
+    return eps
 
 
 def check_name(name: Any) -> None:
@@ -855,7 +864,9 @@ def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
     layers = {n: layer for n, layer in adapted_layers(model).items() if name in layer.adapters}
     for layer_name, layer in layers.items():
         if not is_ordinary(layer._parameters.get("weight")):
-            raise ArgumentError("model", f"must have weights that can be rotated, got a quantised one: {layer_name}")
+            why = f"must have weights that can be rotated, got a quantised one: {layer_name or type(layer).__name__}"
+            how = "load_adapter(original, *adapter_state_dict(model))"
+            raise ArgumentError("model", f"{why}; leave it unmerged, or merge into the one before quantisation: {how}")
     use(model, name)
     for layer in layers.values():
         weight, adapter = layer._parameters["weight"], layer.adapters[name]
@@ -1007,6 +1018,8 @@ def load_adapter(
         raise ArgumentError("state", f"must hold tensors by name, got {type(state).__name__}")
     if not isinstance(config, Mapping):
         raise ArgumentError("config", f"must be a mapping of options, got {type(config).__name__}")
+    if not {**config, **options}.get("coft"):  # recorded all the same, as the default is
+        config = {option: value for option, value in config.items() if option != "eps"}
     config = {**config, **options}
     for option in config:
         if option not in inspect.signature(adapt).parameters or option in ("model", "name"):
