@@ -49,7 +49,11 @@ class HeadType(Member, type):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Build a head."""
-        head = super().__call__(*args, **losses.canonical(options, losses.find(cls)))
+        entry = losses.find(cls)
+        options = losses.canonical(options, entry)
+        if entry is not None:  # a member passes on what is an option of all, and might take what is none of its own
+            entry.check(options, called=True)
+        head = super().__call__(*args, **options)
         if message := _scale_warning(head):
             warn(message)
         return head

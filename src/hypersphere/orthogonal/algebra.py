@@ -267,7 +267,8 @@ for _opaque in _OPAQUE.values():
 
 def _on_host(f: Any, W: Tensor, *others: Tensor) -> Tensor:
     """``f`` itself where its tensors have numbers, which spares the dispatch of the opaque one."""
-    known = type(W) is Tensor and W.device.type == "cpu" and not torch.compiler.is_compiling()
+    recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    known = type(W) is Tensor and W.device.type == "cpu" and not recorded
     found: Tensor = (f if known else _OPAQUE[f])(W, *others)
     return found
 
