@@ -1299,3 +1299,15 @@ def test_a_rotated_head_has_products_with_its_hessian():
     leaf = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(head(leaf, Y), leaf, create_graph=True)
     torch.testing.assert_close(change, torch.autograd.grad((first * along).sum(), leaf)[0])
+
+
+def test_numbers_of_a_message_are_read_without_a_warning():
+    """torch warns once a process when a tensor with a gradient becomes a number, so a fresh one is needed."""
+    code = (
+        "import warnings, torch; warnings.simplefilter('error'); import hypersphere as hs\n"
+        "x = torch.full((1, 4), torch.nan, requires_grad=True)\n"
+        "try: hs.losses.ArcFace(4, 3)(x, torch.tensor([1]))\n"
+        "except hs.errors.ArgumentError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout == "features must be finite, got nan in row 0, of class 1\n", found.stderr

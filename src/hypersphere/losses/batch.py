@@ -120,6 +120,7 @@ def check_values(features: Tensor, labels: Tensor, classes: int, ignore_index: i
         Traceback (most recent call last):
         hypersphere.errors.ArgumentError: labels must lie in [0, 5), got 7 in row 0
     """
+    features, labels = features.detach(), labels.detach()
     if not bool(features.isfinite().all()):
         row = int((~features.isfinite().all(1)).nonzero()[0])
         of = f", of class {int(labels[row])}" if labels.dim() == 1 else ""
