@@ -163,6 +163,20 @@ def test_gradients_next_to_the_centre_of_a_class_have_their_digits(name, options
 
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])
+@pytest.mark.parametrize("psi", ["additive-cosine", "circle"])
+def test_a_plain_function_of_angles_that_is_blended_in_has_its_digits(psi, path):
+    """The margin is one of cosines; the linear function beside it falls with slope 2 / pi at the centre, too."""
+    options = {"s": 16.0, "m": 0.1, "psi": psi, "g": "linear", "path": path, "reduction": "sum"}
+    annealer = hs.losses.LambdaAnnealer(base=3.0, gamma=0.0, power=1.0, minimum=3.0)
+    head = build("margin-softmax", 12, 7, annealer=annealer, **options)
+    y = torch.tensor([0, 1, 2])
+    angles = torch.tensor([1e-2, 1e-3, 1e-4], dtype=torch.float64)
+    x = torch.stack([at_angle(w, angle, 5) for w, angle in zip(head.weight[:3].detach().double(), angles, strict=True)])
+    found, wanted = by_features(head, x, y, torch.float32), by_features(head, x.float(), y, torch.float64)
+    assert off(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("path", ["dense", "chunked"])
 def test_values_next_to_the_opposite_of_a_class_have_their_digits(path):
     """ArcFace as written down, past pi: a rising target, whose slope at pi is that at 0.5."""
     head = build("arcface", 24, 7, s=8.0, m=0.5, beyond="raw", reduction="none", path=path)

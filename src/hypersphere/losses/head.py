@@ -26,6 +26,7 @@ from hypersphere.losses.objective import (
     negative_logits,
     reduced,
     sample_losses,
+    takes_angle,
     target_logits,
 )
 from hypersphere.losses.registry import HeadType, losses
@@ -339,7 +340,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             plain = cosines.gather(1, place).squeeze(1)
             length = None if self.spec.unit_weights else norm(self.weight.to(dtype))[labels]
             angles = None
-            if self.spec.psi.takes_angle(**sizes):
+            if takes_angle(self, sizes):
                 own = ClassProblem(batch.units, self.weight, labels, scale, subcentres=self.subcentres, unit=unit)
                 angles = target_angles(x, self.weight[own_rows(own)]).to(dtype)
             target = target_logits(self, batch, plain, length, scale, sizes, added, angles) + self.target_bias(batch)

@@ -76,7 +76,7 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
         total=spec.label_smoothing > 0 and not spec.all_logits,
         class_weights=class_weights,
         low=low,
-        features=batch.features if spec.psi.takes_angle(**sizes) and not caffe else None,
+        features=batch.features if takes_angle(head, sizes) and not caffe else None,
     )
     found = class_statistics(problem, chunked=head.path == "chunked")
     if caffe:
@@ -136,8 +136,7 @@ def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
     parameters = head.rule_parameters(batch, sizes, cosines)
     length = None if spec.unit_weights else norm(head.weight.to(dtype))
-    takes_angle = spec.psi.takes_angle(**sizes)
-    angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle else None
+    angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle(head, sizes) else None
     angles = _of_product(angles, cosines) if raw and angles is not None else angles
     target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, added, angles)
     if added.bias is not None:
@@ -308,6 +307,17 @@ def target_logits(
         cosines = _within(products / torch.where(length > 0, length, 1.0))
         values = _target_value(head, batch, cosines, sizes, angles) * length
     return _with_offset(added, values) * scale
+
+
+def takes_angle(head: MarginSoftmax, sizes: Mapping[str, Any]) -> bool:
+    """Whether targets are made of angles: by the margin, or by the plain function that it is blended with.
+
+    Example:
+        >>> from hypersphere.losses import ArcFace, CosFace
+        >>> takes_angle(ArcFace(2, 3), {"m": 0.5}), takes_angle(CosFace(2, 3), {"m": 0.35})
+        (True, False)
+    """
+    return head.spec.psi.takes_angle(**sizes) or (head.annealer is not None and head.spec.g.of_angle)
 
 
 def _target_value(
