@@ -19,7 +19,8 @@ import torch
 
 from hypersphere.geometry import products_precision
 
-DECISIVE = (*("version", "torch", "numpy", "device", "processor", "vectors", "threads", "processes", "flags", "cuda"),)
+_VERSIONS = ("version", "torch", "numpy", "cuda")
+DECISIVE = (*_VERSIONS, "device", "processor", "vectors", "threads", "processes", "flags")
 """Conditions on which the bits of a result depend; what else is recorded explains, should they differ nevertheless."""
 
 
