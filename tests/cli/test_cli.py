@@ -30,7 +30,7 @@ from hypersphere.train import DivergedError, Interrupted
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]
-COMMANDS += ["attack", "embed", "verify", "identify", "new"]
+COMMANDS += ["attack", "embed", "verify", "identify", "new", "reproduce", "compare"]
 
 
 @pytest.fixture(autouse=True)
@@ -405,6 +405,20 @@ def test_exit_codes(error, code, text, monkeypatch, capsys):
         cli.main(fail)
     assert stopped.value.code == code
     assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_of_several_processes_ends_whatever_threads_are_left(code):
+    program = (
+        "import sys, threading, time; from hypersphere import cli\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        f"def work(): print('done'); sys.exit({code})\n"
+        "cli.main(work)"
+    )
+    several = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, env=several, capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stdout) == (code, "done\n")
 
 
 def test_errors_of_the_programmer_keep_their_traceback(monkeypatch):

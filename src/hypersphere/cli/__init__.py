@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import NoReturn
 
 INSTALL = 'pip install "hypersphere[workbench]"'
 LIBRARIES = {
@@ -49,5 +51,21 @@ def main(run: Callable[[], None] | None = None) -> None:
             raise
         sys.stderr.write(f"error: {text}\n")
         sys.exit(2)
-    with messages(debug):
-        run()
+    try:
+        with messages(debug):
+            run()
+    except SystemExit as end:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _leave(end.code)
+        raise
+
+
+def _leave(code: object) -> NoReturn:
+    """End one of several processes at once, with all that it printed.
+
+    While the interpreter is taken down, threads of torch's process groups, which no call joins, now and then abort the
+    process or keep it for ever, and ``torchrun`` then reports a run as failed that has written everything.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
