@@ -396,7 +396,8 @@ def test_the_registry_shows_every_set_with_its_options():
     others = ("cora", "citeseer", "pubmed", "modelnet40", "shapes", "cifar100-few-shot", "mini-imagenet", "omniglot")
     assert list(datasets) == sorted([*images, *others])
     assert [str(option) for option in datasets["cifar100"].options] == ["labels='fine'"]
-    assert [o.name for o in datasets["image-folder"].options] == ["path", "size", "test_fraction", "split_seed"]
+    shown = [o.name for o in datasets["image-folder"].options]
+    assert shown == ["path", "size", "test_fraction", "split_seed", "stretch"]
     assert all(entry.help and all(o.help for o in entry.options) for entry in map(datasets.__getitem__, datasets))
 
 

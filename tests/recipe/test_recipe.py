@@ -47,7 +47,7 @@ def one_mistake(file: Path | str, *overrides: str) -> str:
 
 TOP = (
     "name, help, seed, plugins, data, model, loss, optimiser, schedule, train, evaluate, convert, project, "
-    "regularisers, orthogonal, adversary"
+    "regularisers, orthogonal, adversary, batch_norm, early_stop"
 )
 
 
@@ -84,7 +84,7 @@ TOP = (
             "data:\n  batchsize: 3\n",
             2,
             "data.batchsize is not a known key. Did you mean 'batch_size'? Allowed: test_fraction, split_seed, "
-            "batch_size, hold_out, imbalance, normalise, augment, workers",
+            "batch_size, hold_out, imbalance, validation, normalise, augment, workers",
             id="own keys of a part are allowed beside its options",
         ),
         pytest.param(
@@ -436,7 +436,8 @@ def test_another_name_drops_the_options_of_the_old_part_but_keeps_the_own_fields
     )
     plan = recipe.load(file, ["data.name=image-folder", "data.path=here", "data.size=[3, 4]", "optimiser.name=adam"])
     assert plan.data.batch_size == 7 and plan.data.workers == 2
-    assert plan.data.options == {"path": "here", "size": (3, 4), "test_fraction": 0.3, "split_seed": 0}
+    options = {"path": "here", "size": (3, 4), "test_fraction": 0.3, "split_seed": 0, "stretch": None}
+    assert plan.data.options == options
     assert plan.optimiser.name == "adam" and plan.optimiser.lr == 0.3
     same = recipe.load(file, ["data.name=digits"])
     assert same.data.options["test_fraction"] == 0.2

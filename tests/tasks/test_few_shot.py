@@ -634,12 +634,12 @@ def test_the_complete_omniglot_is_tested_on_its_evaluation_alphabets(tmp_path):
     data = load("omniglot", tmp_path)
     assert {name.split("/")[0] for name in data.class_names} == set(SMALL)
     assert {name.split("/")[0] for name in data.unseen_names} == {"Angelic", "Oriya", "Tagalog"}
-    other = load("omniglot", tmp_path, novel=("Latin",), validation=())
+    other = load("omniglot", tmp_path, novel=("Latin",), validation_alphabets=())
     assert {name.split("/")[0] for name in other.unseen_names} == {"Latin"} and other.validation == ()
     with pytest.raises(ArgumentError, match="novel has 'Latn', which is no alphabet here"):
         load("omniglot", tmp_path, novel=("Latn",))
-    with pytest.raises(ArgumentError, match="validation must have no alphabet of novel, got Latin in both"):
-        load("omniglot", tmp_path, novel=("Latin",), validation=("Latin",))
+    with pytest.raises(ArgumentError, match="validation_alphabets must have no alphabet of novel, got Latin in both"):
+        load("omniglot", tmp_path, novel=("Latin",), validation=("Latin",))  # the option's older name
 
 
 def test_bad_archives_of_omniglot_name_themselves(tmp_path):

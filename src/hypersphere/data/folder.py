@@ -5,18 +5,74 @@ from __future__ import annotations
 import struct
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hypersphere.data.sources import data_roots, datasets
-from hypersphere.data.splits import IMAGE_SUFFIXES, DataError, Dataset, FolderSplit, optional_module, stratified_split
+from hypersphere.data.splits import (
+    IMAGE_SUFFIXES,
+    DataError,
+    Dataset,
+    FolderSplit,
+    decode_image,
+    optional_module,
+    stratified_split,
+)
 from hypersphere.errors import ArgumentError
+
+
+@dataclass(frozen=True, eq=False)
+class WindowedSplit(FolderSplit):
+    """Images that are decoded larger than a model sees them: preprocessing cuts a window of ``size`` out.
+
+    Args:
+        files: One image file per label.
+        labels: ``(N,)`` int64.
+        size: ``(H, W)`` of the window.
+        whole: ``(H, W)`` to which every image is stretched, whatever its proportions.
+
+    Example:
+        >>> images = WindowedSplit((Path("cat.jpg"),), torch.tensor([0]), (224, 224), (256, 256))
+        >>> images.shape
+        (3, 224, 224)
+    """
+
+    whole: tuple[int, int]
+
+    def select(self, indices: Tensor, labels: Tensor) -> WindowedSplit:
+        """The images at ``indices`` ``(M,)`` with new ``labels`` ``(M,)``."""
+        return WindowedSplit(tuple(self.files[i] for i in indices.tolist()), labels, self.size, self.whole)
+
+    def join(self, other: FolderSplit, labels: Tensor) -> WindowedSplit:
+        """These images and then those of ``other``, with new ``labels``."""
+        return WindowedSplit(self.files + other.files, labels, self.size, self.whole)
+
+    def read(self, index: int) -> Tensor:
+        """Decode one image: upright RGB, stretched to ``whole``.
+
+        Returns:
+            ``(3, H, W)`` uint8, of the height and width of ``whole``.
+
+        Raises:
+            DataError: The file is missing, damaged or cut short; the message names it.
+        """
+        resampling = optional_module("PIL.Image", "pillow").Resampling.BILINEAR
+        stretched = decode_image(self.files[index]).resize(self.whole[::-1], resampling)
+        return torch.from_numpy(np.array(stretched)).permute(2, 0, 1).contiguous()
 
 
 @datasets.register("image-folder")
 def image_folder(
-    root: Path | None, path: str, size: tuple[int, int], test_fraction: float = 0.3, split_seed: int = 0
+    root: Path | None,
+    path: str,
+    size: tuple[int, int],
+    test_fraction: float = 0.3,
+    split_seed: int = 0,
+    stretch: tuple[int, int] | None = None,
 ) -> Dataset:
     """Your own images: path/train/CLASS/* with path/test/CLASS/* (or val), or path/CLASS/* to be divided.
 
@@ -26,9 +82,13 @@ def image_folder(
         size: Height and width to which every image is brought.
         test_fraction: Share of each class that is tested on, where there is no test folder.
         split_seed: Seed of that division.
+        stretch: Height and width to which every image is stretched first, whatever its proportions. The model then
+            sees a window of ``size``: a random one in training, the central one otherwise.
     """
     if len(size) != 2 or min(size) < 1:
         raise ArgumentError("size", f"must be a height and a width of at least 1, got {size}")
+    if stretch is not None and (len(stretch) != 2 or stretch[0] < size[0] or stretch[1] < size[1]):
+        raise ArgumentError("stretch", f"must be a height and a width of at least size = {size}, got {stretch}")
     height, width = size
     folder = _find(path, root)
     skipped: list[Path] = []
@@ -58,6 +118,8 @@ def image_folder(
     if skipped:
         listed = "\n".join(f"  {file}" for file in skipped)
         warnings.warn(f"{len(skipped)} unreadable image(s) left out of {folder}:\n{listed}", stacklevel=2)
+    if stretch is not None:
+        train, test = (WindowedSplit(part.files, part.labels, part.size, stretch) for part in (train, test))
     return Dataset("image-folder", class_names, train, test)
 
 
@@ -105,4 +167,5 @@ def _has_image_header(file: Path) -> bool:
         return False
 
 
+image_folder.later_options = {"stretch": None}  # type: ignore[attr-defined]
 image_folder.contract = {"options": {"path": "photographs", "size": (8, 8)}}  # type: ignore[attr-defined]

@@ -43,7 +43,8 @@ class Preprocess(nn.Module):
     r"""Brings images from bytes to what the model sees: :math:`(x / 255 - \mu) / \sigma`.
 
     The constants are buffers, measured on the training images and saved with the model. Samples that are no bytes
-    are no images, and stay as they are.
+    are no images, and stay as they are. Of images that are larger than ``shape`` a window of that size is taken: a
+    random one in training, the central one otherwise.
 
     Args:
         shape: ``(C, H, W)`` of one image, or of whatever else a sample is.
@@ -64,7 +65,7 @@ class Preprocess(nn.Module):
         parts: Sequence[Augmentation] = (),
     ) -> None:
         super().__init__()
-        self.normalise, self.augment = normalise, augment
+        self.shape, self.normalise, self.augment = shape, normalise, augment
         changed = augment.changed()
         for key in changed:
             kind, dimensions = ("point clouds", 2) if key in CLOUD_CHANGES else ("images", 3)
@@ -92,7 +93,7 @@ class Preprocess(nn.Module):
         total = torch.zeros(split.shape, dtype=torch.float64)
         squares = torch.zeros(split.shape, dtype=torch.float64)
         for images, _ in evaluation_batches(part, 1000, torch.device("cpu")):
-            pixels = images.double() / 255
+            pixels = self._central(images).double() / 255
             total += pixels.sum(0)
             squares += pixels.square().sum(0)
         mean, square = total / len(part), squares / len(part)
@@ -108,14 +109,39 @@ class Preprocess(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, C, H, W)`` bytes to floats."""
-        return self.scaled(images.float() / 255) if images.dtype == torch.uint8 else images
+        return self.scaled(self._central(images).float() / 255) if images.dtype == torch.uint8 else images
+
+    def _is_larger(self, images: Tensor) -> bool:
+        """Whether a window is taken: images ``(B, C, H, W)`` are larger than what the model sees, nowhere smaller."""
+        if images.dim() != 4 or len(self.shape) != 3:
+            return False
+        spare = [whole - side for whole, side in zip(images.shape[2:], self.shape[1:], strict=True)]
+        return min(spare) >= 0 and max(spare) > 0
+
+    def _central(self, images: Tensor) -> Tensor:
+        """The central window ``(B, C, H, W)`` of larger images."""
+        if not self._is_larger(images):
+            return images
+        top, left = ((whole - side) // 2 for whole, side in zip(images.shape[2:], self.shape[1:], strict=True))
+        return images[:, :, top : top + self.shape[1], left : left + self.shape[2]]
+
+    def _window(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Windows ``(b, C, H, W)`` of larger images, where draws ``(2, b)`` in [0, 1) say."""
+        sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
+        places = []
+        for draw, whole, side in zip(draws, images.shape[2:], self.shape[1:], strict=True):
+            first = (draw * (whole - side + 1)).long()
+            places.append(first.unsqueeze(1) + torch.arange(side, device=images.device))
+        rows, columns = places
+        # Advanced indices around a slice put the channels last: (b, H, W, C).
+        return images[sample, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
     def scaled(self, images: Tensor) -> Tensor:
         """The same of images that are floats in [0, 1]."""
         return (images - self.mean) / self.std
 
     def augmented(self, images: Tensor, generator: torch.Generator, batch_size: int, share: slice) -> Tensor:
-        """Normalised images, each with its own random crop and flips, or clouds with theirs, without a loop.
+        """Normalised images, each with its own window, crop and flips, or clouds with theirs, without a loop.
 
         Args:
             images: ``(b, C, H, W)`` bytes, or clouds ``(b, 3, P)``, this process' share of the batch.
@@ -124,6 +150,9 @@ class Preprocess(nn.Module):
             share: Which of them ``images`` are.
         """
         crop, flip, vertical = self.augment.crop, self.augment.flip, self.augment.vertical_flip
+        if images.dtype == torch.uint8 and self._is_larger(images):
+            where = torch.rand(2, batch_size, generator=generator, device=images.device)[:, share]
+            images = self._window(images, where)
         draws = None
         if images.dtype == torch.uint8 and (crop or flip or vertical):
             draws = torch.rand(4, batch_size, generator=generator, device=images.device)[:, share]

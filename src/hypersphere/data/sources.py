@@ -30,6 +30,7 @@ def load(
     *,
     hold_out: Sequence[int | str] = (),
     imbalance: Mapping[str, Any] | None = None,
+    held_back: int = 0,
     **options: Any,
 ) -> Dataset:
     """Load a data set.
@@ -39,6 +40,8 @@ def load(
         root: Data root to search instead of the usual ones (see :func:`data_roots`).
         hold_out: Classes, by index or name, to keep for open-set verification (see :meth:`Dataset.hold_out`).
         imbalance: Arguments of :meth:`Dataset.imbalanced`, which makes classes rare in training.
+        held_back: How many training images are tested on in place of the test images
+            (see :meth:`Dataset.with_validation`); they are taken before classes are made rare.
         **options: Options of that data set.
 
     Example:
@@ -46,7 +49,7 @@ def load(
         >>> digits.train.shape, len(digits.class_names)
         ((1, 8, 8), 10)
     """
-    data = datasets.create(name, root, **options)
+    data = datasets.create(name, root, **options).with_validation(held_back)
     data = (data.imbalanced(**imbalance) if imbalance else data).hold_out(hold_out)
     for part, split in (("training", data.train), ("test", data.test)):
         if not len(split):

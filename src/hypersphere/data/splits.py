@@ -254,11 +254,52 @@ class Dataset:
                 "graded" if graded else "keep",
                 f"asks for {left[index]} images of {self.class_names[index]!r}, which has {counts[index]}",
             )
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        by_class = order[labels[order].argsort(stable=True)]
-        place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[by_class]]  # within the class
-        chosen = by_class[place < left[labels[by_class]]].sort().values
+        chosen = _some_of_each(labels, left, seed)
         return replace(self, train=self.train.select(chosen, labels[chosen]))
+
+    def with_validation(self, count: int, *, seed: int = 0) -> Dataset:
+        """Test on images that leave training, so that settings are chosen without a look at the real test images.
+
+        They are those of a seed, whatever a run draws, with the same share of each class up to one image; at least one
+        image of each class stays. The test images that were are gone.
+
+        Args:
+            count: How many; 0: all stays as it is.
+            seed: Seed of the choice.
+
+        Example:
+            >>> from hypersphere.data import load
+            >>> part = load("digits").with_validation(100)
+            >>> len(part.train), len(part.test), part.test.labels.bincount().tolist()
+            (1158, 100, [10, 10, 10, 10, 10, 10, 10, 10, 10, 10])
+        """
+        if not count:
+            return self
+        labels = self.train.labels
+        if self.context:
+            shared = ", ".join(self.context)
+            raise ArgumentError("validation", f"must be 0 for {self.name!r}, whose samples share {shared}, got {count}")
+        if self.unseen is not None:
+            message = f"must be 0 for {self.name!r}, which has classes to choose or test by already, got {count}"
+            raise ArgumentError("validation", message)
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ArgumentError("validation", f"must be 0 for {self.name!r}, which has no labels of classes")
+        counts = labels.bincount(minlength=len(self.class_names))
+        room = (counts - 1).clamp(min=0)
+        if not 0 < count <= int(room.sum()):
+            raise ArgumentError(
+                "validation",
+                f"must be between 0 and {int(room.sum())} for the {len(labels)} training images of {self.name!r}, of "
+                f"which one of each class stays, got {count}",
+            )
+        taken = _shares(counts.tolist(), room.tolist(), count)
+        chosen = _some_of_each(labels, torch.tensor(taken), seed)
+        stays = torch.ones(len(labels), dtype=torch.bool)
+        stays[chosen] = False
+        left = stays.nonzero().flatten()
+        return replace(
+            self, train=self.train.select(left, labels[left]), test=self.train.select(chosen, labels[chosen])
+        )
 
     def _class_index(self, name: int | str, argument: str = "hold_out") -> int:
         if isinstance(name, str) and name in self.class_names:
@@ -276,6 +317,29 @@ class Dataset:
         labels = position[split.labels]
         indices = (labels >= 0).nonzero().flatten()
         return split.select(indices, labels[indices])
+
+
+def _some_of_each(labels: Tensor, numbers: Tensor, seed: int) -> Tensor:
+    """Places, ascending, of so many images of each class: the first in an order that depends on the seed alone."""
+    counts = labels.bincount(minlength=len(numbers))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    by_class = order[labels[order].argsort(stable=True)]
+    place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[by_class]]  # within the class
+    return by_class[place < numbers[labels[by_class]]].sort().values
+
+
+def _shares(counts: Sequence[int], room: Sequence[int], total: int) -> list[int]:
+    """``total`` in the proportions of ``counts``, none above its ``room``; what rounding leaves goes by remainders."""
+    everything = sum(counts)
+    shares = [total * count // everything for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(total * counts[index] % everything))
+    left = total - sum(shares)
+    while left:
+        for index in by_remainder:
+            if left and shares[index] < room[index]:
+                shares[index] += 1
+                left -= 1
+    return shares
 
 
 def _join(first: Split, second: Split) -> Split:

@@ -7,7 +7,7 @@ what is allowed there and the nearest known word.
 
 from hypersphere.recipe.explain import RecipeError
 from hypersphere.recipe.part import Part, Schedule
-from hypersphere.recipe.read import embedded, load
+from hypersphere.recipe.read import embedded, load, names
 from hypersphere.recipe.resolve import check
 from hypersphere.recipe.schema import Augment, Optimiser, Recipe, Rule, settings
 from hypersphere.recipe.section import Section, Term, Training, Work, sections
@@ -27,6 +27,7 @@ __all__ = [
     "check",
     "embedded",
     "load",
+    "names",
     "sections",
     "settings",
 ]

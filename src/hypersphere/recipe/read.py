@@ -70,6 +70,16 @@ def _missing_plugins(content: dict[str, Any]) -> Iterator[str]:
             )
 
 
+def names() -> list[str]:
+    """Names of the recipes that come with the package, none of which is read.
+
+    Example:
+        >>> "digits-softmax" in names()
+        True
+    """
+    return [*_files()]
+
+
 def embedded() -> dict[str, str]:
     """Names of the recipes that come with the package, with their help."""
     return {name: load(name).help for name in _files()}

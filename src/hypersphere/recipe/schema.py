@@ -130,6 +130,12 @@ class Data(Part):
     batch_size: int = Field(128, ge=1, description="images a step, over all processes")
     hold_out: tuple[int | str, ...] = Field((), description="classes kept out of training, for verification")
     imbalance: Annotated[Imbalance, Later(Imbalance())] = Imbalance()
+    validation: Annotated[int, Later(0)] = Field(
+        0,
+        ge=0,
+        description="so many training images, the same for every seed, are tested on in place of the test images, to "
+        "choose settings by",
+    )
     normalise: Literal["channel", "pixel", "half", "none"] = Field(
         "channel",
         description="subtract the mean of each channel (and divide by its spread) or of each pixel; "
@@ -137,6 +143,14 @@ class Data(Part):
     )
     augment: Augment = Augment()
     workers: Annotated[int, Housekeeping] = Field(0, ge=0, description="processes that decode image files")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _alphabets_were_called_validation(cls, value: Any) -> Any:
+        # Before every data set had this key it was the one of omniglot's options that names alphabets.
+        if isinstance(value, Mapping) and isinstance(value.get("validation"), list | tuple):
+            return {"validation_alphabets" if key == "validation" else key: part for key, part in value.items()}
+        return value
 
     def trial(self) -> None:
         """Not built before the run needs it."""

@@ -5,7 +5,8 @@ A run calls the hooks of all its sections in this order, and within each in the 
 1. ``convert``: layers in place of layers of the model that was built;
 2. ``rotate``: weights that are computed from others;
 3. ``train``: the section's :class:`Work`, with the terms that it adds to the loss;
-4. ``group``: the optimiser's parameter groups, then the optimiser itself (``start``);
+4. ``joined``: the terms of all sections are known; ``group``: the optimiser's parameter groups, then the optimiser
+   itself (``start``);
 5. the model is wrapped for several processes (shard), the last checkpoint is loaded (``state``, ``restored``), and the
    step is captured;
 6. around every step ``before`` and ``after``, on the host; ``samples`` within it, as device work that is captured;
@@ -99,6 +100,9 @@ class Work:
         """Terms of the loss, by title."""
         return {}
 
+    def joined(self, terms: Mapping[str, Term]) -> None:
+        """The terms of all sections are there, by title."""
+
     def group(self, groups: Groups) -> None:
         """Change parameter groups or add some, before there is an optimiser."""
 
@@ -169,7 +173,7 @@ class Section:
 sections = Registry[Section]("section", positional=("root",), members=("hypersphere.sections",))
 """Sections of recipes by key."""
 
-ORDER = ("convert", "project", "regularisers", "orthogonal", "adversary")
+ORDER = ("convert", "project", "regularisers", "orthogonal", "adversary", "batch_norm", "early_stop")
 """The order in which hooks of sections are called; those of plugins follow as they were registered."""
 
 

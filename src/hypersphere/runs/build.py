@@ -75,7 +75,14 @@ def load_data(recipe: Recipe, root: Path | None = None) -> Dataset:
     """
     part = recipe.data
     try:
-        return data.load(part.name, root, hold_out=part.hold_out, imbalance=part.imbalance.model_dump(), **part.options)
+        return data.load(
+            part.name,
+            root,
+            hold_out=part.hold_out,
+            imbalance=part.imbalance.model_dump(),
+            held_back=part.validation,
+            **part.options,
+        )
     except ArgumentError as error:
         section = ("data", "imbalance") if error.argument in ("keep", "graded") else ("data",)
         raise recipe.blame(error, *section) from error

@@ -119,7 +119,7 @@ def omniglot(
     root: Path | None = None,
     size: int = 28,
     rotations: bool = False,
-    validation: tuple[str, ...] = ("Tagalog",),
+    validation_alphabets: tuple[str, ...] = ("Tagalog",),
     novel: tuple[str, ...] | None = None,
     test_fraction: float = 0.1,
     split_seed: int = 0,
@@ -132,7 +132,7 @@ def omniglot(
         root: Data root to search instead of the usual ones.
         size: Height and width to which the drawings (105x105) are brought.
         rotations: Make each character four classes, turned by 0, 90, 180 and 270 degrees.
-        validation: Alphabets to choose settings by.
+        validation_alphabets: Alphabets to choose settings by.
         novel: Alphabets to test on; by default those of images_evaluation.zip, without it Balinese and Sanskrit.
         test_fraction: Share of the drawings of each trained character that is tested on.
         split_seed: Seed of that division.
@@ -150,15 +150,16 @@ def omniglot(
     if novel is None:
         novel = tuple(sorted(alphabets.get(_EVALUATION, ("Balinese", "Sanskrit"))))
     known = sorted(set().union(*alphabets.values()))
-    for argument, chosen in (("validation", validation), ("novel", novel)):
+    for argument, chosen in (("validation_alphabets", validation_alphabets), ("novel", novel)):
         for alphabet in chosen:
             if alphabet not in known:
                 hint = did_you_mean(alphabet, known)
                 raise ArgumentError(
                     argument, f"has {alphabet!r}, which is no alphabet here.{hint} There are {', '.join(known)}"
                 )
-    if both := set(validation) & set(novel):
-        raise ArgumentError("validation", f"must have no alphabet of novel, got {', '.join(sorted(both))} in both")
+    if both := set(validation_alphabets) & set(novel):
+        found_in = f"got {', '.join(sorted(both))} in both"
+        raise ArgumentError("validation_alphabets", f"must have no alphabet of novel, {found_in}")
     names = sorted(drawings)
     images = torch.stack([image for name in names for image in drawings[name]]).unsqueeze(1)
     labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(drawings[name]) for name in names]))
@@ -170,8 +171,11 @@ def omniglot(
         TensorSplit(images[part], labels[part]) for part in stratified_split(labels, test_fraction, split_seed)
     )
     whole = Dataset("omniglot", tuple(names), train, test)
-    chosen_names = [[name for name in names if name.split("/")[0] in part] for part in (validation, novel)]
+    chosen_names = [[name for name in names if name.split("/")[0] in part] for part in (validation_alphabets, novel)]
     return divide(whole, *chosen_names)
+
+
+omniglot.renamed_options = {"validation": "validation_alphabets"}  # type: ignore[attr-defined]
 
 
 def _read_drawings(path: Path, size: int) -> dict[str, list[Tensor]]:
