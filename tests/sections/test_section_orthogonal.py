@@ -9,6 +9,7 @@ import torch
 
 from helpers.runs import SHAPES, StopAt, files, noise
 from hypersphere import orthogonal, recipe, report
+from hypersphere.energy import MHE
 from hypersphere.optim import OGD
 from hypersphere.recipe import RecipeError
 from hypersphere.runs import RunFolder
@@ -191,3 +192,31 @@ def test_digits_recipe_learns_and_reports(tmp_path):
     assert metrics["accuracy"] > 0.95
     page = report.write([tmp_path / "run"], tmp_path / "page.html")
     assert page is None or Path(tmp_path / "page.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("retract", [True, False])
+def test_the_scale_of_unconstrained_matrices_stays_where_that_is_asked_for(retract, tmp_path, monkeypatch):
+    monkeypatch.setattr(section, "RETRACT_EVERY", 5)
+    chosen = plan("orthogonal.name=gs", "orthogonal.start=normal", f"orthogonal.retract={retract}".lower())
+    run = trainer(tmp_path / "run", chosen)
+    run.fit()
+    for _, rotation in orthogonal.rotations(run.model):
+        length = rotation.free.detach().norm(dim=-2).mean() / rotation.block**0.5
+        expected = rotation.block**-0.5 if retract else 1.0
+        assert float(length) == pytest.approx(expected, rel=0.3)
+        assert float(orthogonal.orthogonality_error(rotation.matrices().detach()).max()) < 1e-4
+
+
+def test_neurons_are_refined_by_options_of_the_descent(tmp_path):
+    sums = []
+    for refined in ("0", "20", "{steps: 20, half_space: true}"):
+        run = trainer(tmp_path / str(len(sums)), plan("orthogonal.name=cayley", f"orthogonal.refine={refined}"))
+        run.prepare()
+        energies = MHE(half_space=True).layer_energies(run.model)
+        sums.append(float(sum(energies.values()).detach()))
+    assert max(sums[1:]) < sums[0] and sums[1] != sums[2]
+
+
+def test_options_of_the_descent_must_be_some():
+    with pytest.raises(RecipeError, match="greater than or equal to 0"):
+        plan("orthogonal.refine=-1")

@@ -137,7 +137,7 @@ def test_every_section_stands_in_a_recipe_in_the_order_of_its_hooks():
     assert tuple(kinds()) == ORDER
     resolved = recipe.load("digits-softmax").model_dump()
     assert set(ORDER) <= set(resolved)
-    full = recipe.load("digits-dcnet", ["orthogonal=cayley", "adversary=fgsm"])
+    full = recipe.load("digits-dcnet", ["orthogonal=cayley", "adversary=fgsm", "batch_norm.every=10", "early_stop={}"])
     assert tuple(full.sections()) == ORDER
 
 

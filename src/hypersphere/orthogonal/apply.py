@@ -703,7 +703,7 @@ def _drift(before: Tensor, after: Tensor, *, both: bool) -> float:
 
 
 @torch.no_grad()
-def retract(model: nn.Module, bound: float = 1e-5) -> None:
+def retract(model: nn.Module, bound: float = 1e-5, *, scale: bool = True) -> None:
     """Retraction: bring what drifted from step to step back onto the orthogonal group, without a change of any matrix.
 
     Maps that are invariant to the scale of their unconstrained matrix P continue from P = R, where they are well
@@ -713,6 +713,7 @@ def retract(model: nn.Module, bound: float = 1e-5) -> None:
     Args:
         model: The model.
         bound: Orthogonality error above which a warm start is computed anew.
+        scale: Continue from P = R. Without it P keeps its scale, and with it the size of the steps that a rate makes.
 
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "gram_schmidt", start="normal")
@@ -722,11 +723,12 @@ def retract(model: nn.Module, bound: float = 1e-5) -> None:
     check_range("bound", bound, 0, infinite=True)
     found: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
     for rotation in found:
-        if rotation.map.retracts:
+        renewed = scale and rotation.map.retracts
+        if renewed:
             rotation.free.copy_(rotation.map(rotation.free))
         if rotation.carried is not None:
             matrices, _ = rotation.map.refine(rotation.free, at_least_float32(rotation.carried))
-            if rotation.map.retracts or not bool(orthogonality_error(matrices).max() <= bound):
+            if renewed or not bool(orthogonality_error(matrices).max() <= bound):
                 rotation.carried.copy_(rotation.map.warm_start(rotation.free))
 
 

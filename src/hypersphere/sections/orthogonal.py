@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from hypersphere.optim import OGD
 from hypersphere.optimisers import Groups
 from hypersphere.orthogonal import maps
 from hypersphere.recipe.explain import Location
+from hypersphere.recipe.hash import Later
 from hypersphere.recipe.part import LayerChoice
 from hypersphere.recipe.schema import Recipe
 from hypersphere.recipe.section import Section, Term, Training, Work, sections
@@ -37,7 +38,9 @@ class Orthogonal(Section, LayerChoice):
     mean: float = Field(0.0, description="mean of the numbers that init draws")
     unit_norm: bool = Field(False, description="set the norms of neurons to gain")
     gain: float = Field(1.0, gt=0, description="factor on the neurons")
-    refine: int = Field(0, ge=0, description="steps that minimise the energy of the neurons before training")
+    refine: Annotated[int, Field(ge=0)] | dict[str, Any] = Field(
+        0, description="steps that minimise the energy of the neurons before training, or options of energy.refine"
+    )
     start: Literal["identity", "normal"] = Field("identity", description="first value of the unconstrained parameters")
     learn_neurons: bool = Field(False, description="train the neurons, too")
     blocks: int = Field(1, ge=1, description="blocks on the diagonal of a rotation")
@@ -54,11 +57,15 @@ class Orthogonal(Section, LayerChoice):
         0.0, ge=0, description="weight of the distance of unconstrained matrices from orthogonal ones"
     )
     penalty_squared: bool = Field(True, description="the squared distance")
+    retract: Annotated[bool, Later(True)] = Field(
+        True,
+        description="every hundred steps go on from P = R where the scale of P changes nothing but the size of steps",
+    )
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of :func:`hypersphere.orthogonal.apply` beside the map."""
-        others = {"name", "every", "lr", "weight_decay", "penalty", "penalty_squared"}
+        others = {"name", "every", "lr", "weight_decay", "penalty", "penalty_squared", "retract"}
         keys = [key for key in type(self).model_fields if key not in others]
         return {key: value for key in keys if (value := getattr(self, key)) is not None} | self.choice
 
@@ -92,6 +99,9 @@ class Orthogonal(Section, LayerChoice):
 class _Upkeep(Work):
     """Sets right what rounding has done to the matrices of model and head, and to those of an optimiser."""
 
+    scale = True
+    """Whether the unconstrained matrices of the model lose theirs."""
+
     def __init__(self, run: Training) -> None:
         self.run = run
 
@@ -100,8 +110,8 @@ class _Upkeep(Work):
 
     def after(self, step: int) -> None:
         if step % RETRACT_EVERY == 0:
-            for module in (self.run.model, self.run.head):
-                orthogonal.retract(module)
+            orthogonal.retract(self.run.model, scale=self.scale)
+            orthogonal.retract(self.run.head)
             if isinstance(self.optimiser, OGD):
                 self.optimiser.orthogonalise()
 
@@ -117,7 +127,7 @@ class _Rotations(_Upkeep):
 
     def __init__(self, run: Training, part: Orthogonal) -> None:
         super().__init__(run)
-        self.part = part
+        self.part, self.scale = part, part.retract
 
     def terms(self) -> Mapping[str, Term]:
         if not self.part.penalty:

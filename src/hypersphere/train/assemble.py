@@ -43,6 +43,8 @@ def make_step(run: Training, works: Mapping[str, Work], averages: Averages, orde
     recipe, train, preprocess = run.recipe, run.recipe.train, cast(Preprocess, run.preprocess)
     terms = {title: term for work in works.values() for title, term in work.terms().items()}
     objective = Objective(run.model, run.head, terms).to(run.device)
+    for work in works.values():
+        work.joined(terms)
     with recipe.blamed("optimiser"):
         groups = parameter_groups(run.model, run.head, recipe.optimiser, run.device)
     for work in works.values():
