@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, log_loss, roc_curve
+from sklearn.metrics import accuracy_score, log_loss, roc_curve, top_k_accuracy_score
 from sklearn.metrics.pairwise import cosine_similarity
 
 from hypersphere.errors import ArgumentError
@@ -38,6 +38,30 @@ def test_accuracy_is_that_of_scikit_learn():
     logits, labels = torch.randn(200, 5), torch.randint(5, (200,))
     assert accuracy(logits, labels) == pytest.approx(accuracy_score(labels, logits.argmax(1)), abs=1e-12)
     assert 0.1 < accuracy(logits, labels) < 0.35
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 6])
+def test_top_k_accuracy_is_that_of_scikit_learn(k):
+    logits, labels = torch.randn(300, 7), torch.randint(7, (300,))
+    outputs = Outputs(torch.zeros(300, 2), logits, labels, torch.zeros(7, 2))
+    found = measure(outputs, [{"name": "top-k", "k": k}])
+    wanted = top_k_accuracy_score(labels.numpy(), logits.numpy(), k=k, labels=range(7))
+    assert found == {f"top{k}_accuracy": pytest.approx(wanted, abs=1e-12)}
+    assert found[f"top{k}_accuracy"] == pytest.approx(k / 7, abs=0.12)
+
+
+def test_top_k_accuracy_needs_as_many_classes():
+    outputs = Outputs(torch.zeros(2, 2), torch.zeros(2, 4), torch.tensor([0, 1]), torch.zeros(4, 2))
+    with pytest.raises(ArgumentError, match="k must be at most 4, the number of classes, got 5"):
+        measure(outputs, ["top-k"])
+    with pytest.raises(ArgumentError, match="k must be at least 1"):
+        measure(outputs, [{"name": "top-k", "k": 0}])
+
+
+def test_top_k_accuracy_is_shown_as_it_is_declared():
+    shown = evaluations.metric("top5_accuracy")
+    assert (shown.title, shown.text(0.5), shown.better) == ("Top-5 accuracy", "50.00%", "higher")
+    assert "among the 5 with" in shown.help and shown.curve == "Test accuracy, top 5 (%)"
 
 
 def test_class_centres_are_mean_directions():

@@ -25,6 +25,7 @@ from helpers.paths import TOOLS
 from hypersphere import recipe
 from hypersphere.data import DataError, Dataset, TensorSplit, inventory, load
 from hypersphere.data.sources import sources
+from hypersphere.diagnostics import angular_fisher_score
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs, measure
 from hypersphere.models import create, models
@@ -154,6 +155,15 @@ def test_opensphere_normalises_features_with_a_first_factor_of_a_tenth():
     plain = create("sfnet-10", (3, 32, 32), variant="opensphere", **SMALL)
     assert all(conv.bias is not None for conv in plain.modules() if isinstance(conv, nn.Conv2d))
     assert not any(isinstance(module, nn.PReLU) for module in plain.modules())
+
+
+@pytest.mark.parametrize("variant", ["sphereface", "opensphere"])
+def test_a_last_relu_changes_nothing_else(variant):
+    plain, cut = (create("sfnet-4", (3, 32, 32), variant=variant, fc_relu=on, **SMALL) for on in (False, True))
+    cut.load_state_dict(plain.state_dict())
+    images = torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(cut(images), plain(images).clamp(min=0))
+    assert (plain(images) < 0).any()
 
 
 @pytest.mark.parametrize("variant", ["sphereface", "opensphere"])
@@ -801,6 +811,14 @@ def test_lfw_evaluation_compares_aligned_faces_and_their_mirror_images(tmp_path)
     grey = TensorSplit(torch.zeros(1, 1, 112, 96, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
     with pytest.raises(DataError, match=r"needs a network of colour images.*\(1, 112, 96\)"):
         measure(replace(outputs, data=Dataset("x", ("a",), grey, grey)), [{"name": "lfw", "folder": str(tmp_path)}])
+
+
+def test_fisher_score_of_the_test_features():
+    features = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
+    labels = torch.tensor([0, 0, 1, 1])
+    outputs = Outputs(features, torch.zeros(4, 2), labels, torch.eye(2))
+    expected = float(angular_fisher_score(features, labels))
+    assert expected > 0 and measure(outputs, ["fisher"]) == {"angular_fisher_score": expected}
 
 
 def test_lfw_that_lacks_something_says_what(tmp_path):

@@ -7,6 +7,7 @@ import math
 import torch
 
 from hypersphere.energy import hyperspherical_energy
+from hypersphere.errors import ArgumentError, check_range
 from hypersphere.evaluate.outputs import Outputs
 from hypersphere.evaluate.registry import Metric, evaluations
 from hypersphere.geometry import angle, angle_matrix
@@ -40,6 +41,37 @@ def classification(outputs: Outputs) -> dict[str, float]:
     """Test accuracy and cross-entropy of the scores without margin."""
     loss = torch.nn.functional.cross_entropy(outputs.logits, outputs.labels)
     return {"accuracy": accuracy(outputs.logits, outputs.labels), "cross_entropy": float(loss)}
+
+
+@evaluations.register(
+    "top-k",
+    metrics=(
+        Metric(
+            "top*_accuracy",
+            "Top-{} accuracy",
+            unit="%",
+            better="higher",
+            curve="Test accuracy, top {} (%)",
+            help="Share of test samples whose class is among the {} with the highest scores. Higher is better.",
+        ),
+    ),
+)
+def top_k(outputs: Outputs, k: int = 5) -> dict[str, float]:
+    """Share of test samples whose class is among the ``k`` with the highest scores, as ``top5_accuracy``.
+
+    Args:
+        outputs: What the model puts out.
+        k: How many classes count, at most as many as there are.
+    """
+    classes = outputs.logits.shape[1]
+    check_range("k", k, 1)
+    if k > classes:
+        raise ArgumentError("k", f"must be at most {classes}, the number of classes, got {k}")
+    found = (outputs.logits.topk(k, 1).indices == outputs.labels.unsqueeze(1)).any(1)
+    return {f"top{k}_accuracy": float(found.double().mean())}
+
+
+top_k.contract = {"options": {"k": 2}}  # type: ignore[attr-defined]
 
 
 @evaluations.register(

@@ -9,6 +9,7 @@ Example:
 from hypersphere.metrics.basic import (
     accuracy,
     class_centres,
+    confusion_matrix,
     equal_error_rate,
     flip_features,
     pair_scores,
@@ -55,6 +56,7 @@ __all__ = [
     "class_balance",
     "class_centres",
     "classify",
+    "confusion_matrix",
     "det",
     "equal_error_rate",
     "feature_distance",

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hypersphere.errors import ArgumentError, check_choice
+from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import angle, at_least_float32, cosine, cosine_matrix, norm, normalise
 
 
@@ -23,6 +23,32 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
         0.5
     """
     return float((logits.argmax(1) == labels).double().mean())
+
+
+def confusion_matrix(predictions: Tensor, labels: Tensor, classes: int) -> Tensor:
+    r"""How many samples of each class are taken for which, :math:`N_{ij} = \#\{n : y_n = i, \hat y_n = j\}`.
+
+    Args:
+        predictions: ``(N,)`` in [0, classes).
+        labels: ``(N,)`` in [0, classes).
+        classes: Number of classes C.
+
+    Returns:
+        Whole numbers ``(C, C)``; rows are true classes.
+
+    Example:
+        >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2)
+        tensor([[1, 1],
+                [0, 1]])
+    """
+    check_range("classes", classes, 1)
+    if predictions.shape != labels.shape or labels.dim() != 1:
+        shapes = f"{tuple(predictions.shape)} and {tuple(labels.shape)}"
+        raise ArgumentError("predictions", f"and labels must be equally long vectors, got {shapes}")
+    for name, given in (("predictions", predictions), ("labels", labels)):
+        if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
+            raise ArgumentError(name, f"must be in [0, {classes}), got {int(given.min())} to {int(given.max())}")
+    return (labels * classes + predictions).bincount(minlength=classes**2).view(classes, classes)
 
 
 def class_centres(features: Tensor, labels: Tensor, classes: int) -> Tensor:

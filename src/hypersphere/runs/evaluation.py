@@ -97,6 +97,7 @@ def write_evaluation(
     with atomic_write(run.path / "evaluation.json") as file:
         json.dump({"step": system.step if step is None else step, "metrics": metrics}, file, indent=2)
     tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
+    tensors |= _of_classes(system, outputs)
     if outputs.unseen_features is not None and outputs.unseen_labels is not None:
         tensors |= {"unseen_features": outputs.unseen_features, "unseen_labels": outputs.unseen_labels}
     # Clones: a file holds no two tensors that share their memory, as an artefact and the features may.
@@ -152,16 +153,42 @@ def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe) -> flo
 
 
 @torch.no_grad()
-def _learned(system: System, data: Dataset) -> dict[str, Tensor]:
-    """What the report shows of the layers: learned radii and steepnesses, and filters that are small pictures."""
+def _of_classes(system: System, outputs: Outputs) -> dict[str, Tensor]:
+    """What pictures of the classes show: what each sample was taken for, and of each class its images and its bias."""
     found: dict[str, Tensor] = {}
-    for place, (name, layer) in enumerate(system.model.named_modules()):
+    if outputs.logits.dim() == 2 and outputs.logits.shape[1]:
+        found["predictions"] = outputs.logits.argmax(1)
+    if outputs.class_counts is not None:
+        found["class_counts"] = outputs.class_counts
+    bias = getattr(system.head, "bias", None)  # a head that has no classes has no such attribute
+    return found if bias is None else found | {"bias": bias.float().clone()}
+
+
+@torch.no_grad()
+def learned_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Learned radii and steepnesses of the decoupled layers of a model, by :func:`~.artefacts.layer_name`.
+
+    Example:
+        >>> from hypersphere import nn as layers
+        >>> model = nn.Sequential(layers.SphereConv2d(3, 4, 3, angular="sigmoid", learn_k="filter"))
+        >>> {name: values.shape for name, values in learned_parameters(model).items()}
+        {'k/00001/0': torch.Size([4])}
+    """
+    found: dict[str, Tensor] = {}
+    for place, (name, layer) in enumerate(model.named_modules()):
         if isinstance(layer, Decoupled):
             learned = {
                 "radius": layer.radius if getattr(layer.operator, "learn_radius", False) else None,
                 "k": layer.k,
             }
             found |= {layer_name(key, place, name): v.clone() for key, v in learned.items() if v is not None}
+    return found
+
+
+@torch.no_grad()
+def _learned(system: System, data: Dataset) -> dict[str, Tensor]:
+    """What the report shows of the layers: learned radii and steepnesses, and filters that are small pictures."""
+    found = learned_parameters(system.model)
     radii = [part for part in map(layer_parts, found) if part is not None and part.quantity == "radius"]
     if radii:
         images, _ = next(evaluation_batches(data.test, system.recipe.evaluate.batch_size, system.device))

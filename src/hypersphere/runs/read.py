@@ -31,12 +31,14 @@ class Features:
         labels: Class of each feature.
         names: Class names by label.
         weights: Classifier weights, a row a class.
+        predictions: Class that each feature was taken for, where that was stored.
     """
 
     vectors: Floats
     labels: Ints
     names: list[str] = field(default_factory=list)
     weights: Floats | None = None
+    predictions: Ints | None = None
 
     def name(self, label: int) -> str:
         """The class's name, or its number where no name was stored."""
@@ -93,6 +95,8 @@ class Run:
         layers: What decoupled layers learned, by quantity (``radius``, ``k``) and name of the layer: a number a kernel.
         energies: Energy of every layer at some steps; ``None`` where it was not written down.
         artefacts: What evaluations left for pictures, by name.
+        class_counts: Number of training images of each class, where that was stored.
+        bias: Bias of each class, where the head has them and they were stored.
         filters: Filters of the first convolution ``(n, channels, height, width)``, where it sees grey or colour images.
     """
 
@@ -108,6 +112,8 @@ class Run:
     filters: Floats | None = None
     energies: Energies | None = None
     artefacts: dict[str, Any] = field(default_factory=dict)
+    class_counts: Ints | None = None
+    bias: Floats | None = None
 
 
 def load_run(folder: Path) -> Run:
@@ -137,6 +143,8 @@ def load_run(folder: Path) -> Run:
         layers=_layers(tensors),
         energies=_energies(folder, metrics),
         artefacts={key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(ARTEFACT)},
+        class_counts=tensors.get("class_counts"),
+        bias=tensors["bias"].astype(np.float64) if _drawable(tensors.get("bias")) else None,
         filters=tensors["filters"].astype(np.float64) if _drawable(tensors.get("filters")) else None,
     )
 
@@ -195,7 +203,8 @@ def _features(tensors: dict[str, Any], prefix: str, metadata: dict[str, list[str
         return None
     weights = None if prefix or "centres" not in tensors else tensors["centres"].astype(np.float64)
     names = metadata.get(f"{prefix or 'class_'}names", [])
-    return Features(vectors[finite], tensors[f"{prefix}labels"][finite], names, weights)
+    predictions = None if prefix or "predictions" not in tensors else tensors["predictions"][finite]
+    return Features(vectors[finite], tensors[f"{prefix}labels"][finite], names, weights, predictions)
 
 
 def _drawable(values: Any) -> bool:

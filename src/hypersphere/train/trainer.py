@@ -44,6 +44,7 @@ class Trainer:
         data_root: Where data sets are looked for.
         callbacks: What else should happen; run in the main process only.
         world: This process among all.
+        data: The recipe's data set, where it is in memory already.
 
     Example:
         >>> import tempfile
@@ -66,13 +67,14 @@ class Trainer:
         data_root: Path | None = None,
         callbacks: Sequence[Callback] = (),
         world: World | None = None,
+        data: Dataset | None = None,
     ) -> None:
         self.recipe, self.run, self.device = recipe, run, device
         self.world = world or World()
         if recipe.evaluate.recalibrate and self.world.size > 1:
             raise RecipeError("evaluate.recalibrate needs a single process")
         self.data_root = data_root
-        self.data = load_data(recipe, data_root)
+        self.data = load_data(recipe, data_root) if data is None else data
         self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
         facts = described(self.data)
@@ -264,6 +266,9 @@ class Trainer:
         try:
             self._measure()
         except DivergedError:
+            raise
+        except Interrupted:  # in a network that was trained to measure with
+            self._save()
             raise
         except Exception as error:
             self._save()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hypersphere.data import DataError
+from hypersphere.diagnostics import angular_fisher_score
 from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics.basic import equal_error_rate, pair_similarity
 from hypersphere.metrics.folds import lfw10
@@ -92,3 +93,21 @@ def lfw(
         "lfw_standard_error": found.standard_error,
         "lfw_eer": equal_error_rate(scores, same),
     }
+
+
+@evaluations.register(
+    "fisher",
+    metrics=(
+        Metric(
+            "angular_fisher_score",
+            "Angular Fisher score",
+            form=".4f",
+            better="lower",
+            help="Scatter of the directions of test features within classes over that between classes. Lower is "
+            "better.",
+        ),
+    ),
+)
+def fisher(outputs: Outputs) -> dict[str, float]:
+    """Angular Fisher score of the test features: how tight classes are against how far apart."""
+    return {"angular_fisher_score": float(angular_fisher_score(outputs.features, outputs.labels))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class SphereFaceNet(nn.Module):
         linear: Linear layer.
         norm: Normalisation layer, behind every convolution; the published networks have none.
         act: Activation layer; ``None`` is PReLU with one slope for each channel, or the ReLU of OpenSphere.
+        fc_relu: Apply a ReLU to the features, as networks had it before SphereFace.
 
     Shape:
         ``(B, C, H, W) -> (B, dim)``.
@@ -65,6 +67,8 @@ class SphereFaceNet(nn.Module):
     units: ClassVar[tuple[int, ...]]
     """Residual units of each stage."""
 
+    later_options: ClassVar[Mapping[str, Any]] = {"fc_relu": False}
+
     def __init__(
         self,
         shape: Shape,
@@ -76,6 +80,7 @@ class SphereFaceNet(nn.Module):
         linear: Layer = "linear",
         norm: Layer = "identity",
         act: Layer | None = None,
+        fc_relu: bool = False,
     ) -> None:
         super().__init__()
         check_range("dim", dim, 1)
@@ -105,6 +110,7 @@ class SphereFaceNet(nn.Module):
         inputs = channels * math.prod(-(-side // 2 ** len(widths)) for side in shape[1:])
         self.embed = factory(linear)(inputs, dim, bias=True)
         self.after = OnMaps(factory(norm)(dim)) if later else nn.Identity()
+        self.last = nn.ReLU() if fc_relu else nn.Identity()
         self.dim = dim
         self._initialise(later)
 
@@ -129,7 +135,7 @@ class SphereFaceNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features ``(B, dim)`` of images ``(B, C, H, W)``."""
-        return self.after(self.embed(self.features(images).flatten(1)))
+        return self.last(self.after(self.embed(self.features(images).flatten(1))))
 
 
 @models.register("sfnet-4")

@@ -37,35 +37,43 @@ def _judged(judge: Judge, images: Tensor, batch: int, device: torch.device) -> t
 
 
 @lru_cache(maxsize=1)
-def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.device) -> tuple[System, Judge]:
-    """Another run with its last weights, and its model and head as one function.
+def _classifier(run: Path, checkpoint: Path | None, time: int, device: torch.device) -> System:
+    """Another run with its last weights.
 
     Kept, since it is asked for at every evaluation; a newer checkpoint, also of the same name, is another one.
     """
-    system = load(run, device=device)
-
-    @torch.no_grad()
-    def judge(images: Tensor) -> tuple[Tensor, Tensor]:
-        features = system.model(system.preprocess(images))
-        return features, system.head.logits(features)
-
-    return system, judge
+    return load(run, device=device)
 
 
-def _load_classifier(path: str, outputs: Outputs, device: torch.device) -> Judge:
-    run = Path(path).expanduser().resolve()
+def _system(words: str, outputs: Outputs, device: torch.device) -> System:
+    # Late: a trained run is loaded without the trainer.
+    from hypersphere.train.beside import names_recipe, trained  # noqa: PLC0415
+
+    if names_recipe(words):
+        return trained(words, outputs.data, device, option="classifier")
+    run = Path(words).expanduser().resolve()
     checkpoint = RunFolder.open(run).latest_checkpoint()
     time = 0 if checkpoint is None else checkpoint.stat().st_mtime_ns
-    system, judge = _classifier(run, checkpoint, time, device)
+    return _classifier(run, checkpoint, time, device)
+
+
+def _load_classifier(words: str, outputs: Outputs, device: torch.device) -> Judge:
+    system = _system(words, outputs, device)
     data, name = outputs.data, system.recipe.data.name
     if data is not None and (system.shape, system.classes) != (data.train.shape, data.class_names):
         theirs, ours = (
             f"{name!r} with {len(system.classes)} classes",
             f"{data.name!r} with {len(data.class_names)} classes",
         )
-        raise ArgumentError("classifier", f"must be a run on {ours}, got {path}, which is on {theirs}")
+        raise ArgumentError("classifier", f"must be a run on {ours}, got {words}, which is on {theirs}")
     if not system.head.logits(torch.zeros(1, system.model.dim, device=device)).shape[1]:
-        raise ArgumentError("classifier", f"must be a run of a classifier, got {path}, which has no classes")
+        raise ArgumentError("classifier", f"must be a run of a classifier, got {words}, which has no classes")
+
+    @torch.no_grad()
+    def judge(images: Tensor) -> tuple[Tensor, Tensor]:
+        features = system.model(system.preprocess(images))
+        return features, system.head.logits(features)
+
     return judge
 
 
@@ -182,7 +190,8 @@ def generation(
 
     Args:
         outputs: What a model of two players puts out.
-        classifier: Folder of a finished run of a classifier on the same data; without it nothing is scored.
+        classifier: Folder of a finished run of a classifier on the same data, or a recipe and changes, such as
+            ``mnist-cnn``, which is trained first; without it nothing is scored.
         samples: Generated images that are scored; published scores take 50,000.
         splits: Parts that are scored by themselves.
         grid: Images of the grid.

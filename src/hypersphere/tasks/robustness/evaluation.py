@@ -18,7 +18,6 @@ from torch import Tensor
 from hypersphere.attacks import Attack, DeepFool, Predict, attacked, attacks, gradients, lengths
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.evaluate import Metric, Outputs, evaluations
-from hypersphere.runs import load
 
 Bounded = Literal["fgsm", "bim", "pgd", "square"]
 """Attacks that have a budget."""
@@ -214,7 +213,8 @@ def robustness(
         strengths: Budgets of the curve; ``None``: multiples of ``eps`` from 0 to 4.
         images: Number of test images, evenly from the split; 0 takes all.
         batch_size: Images at a time.
-        source: Folder of a run on the same data, whose model makes transfer attacks.
+        source: Folder of a run on the same data, whose model makes transfer attacks; or a recipe and changes, such as
+            ``"cifar10-robust seed=100"``, which is trained first.
         masking: Make the checks.
         queries: Squares that ``square`` tries, which needs no gradients.
         deepfool: Number of images for DeepFool, evenly from those; 0 leaves it out.
@@ -416,13 +416,17 @@ def _features(features_of: Predict, images: Tensor, batch_size: int) -> Tensor:
 
 
 def source_predict(source: str | Path, outputs: Outputs) -> Predict:
-    """The function from images to logits of another run's last checkpoint.
+    """The function from images to logits of another run's last checkpoint, or of a recipe that is trained for it.
 
     Args:
-        source: Folder of the run.
+        source: Folder of the run, or name of the recipe and changes.
         outputs: Of the model that will be tested, which says what the images are and where.
     """
-    system, data = load(source, device=outputs.labels.device), outputs.data
+    data = outputs.data
+    # Late: a trained run is loaded without the trainer.
+    from hypersphere.train.beside import other  # noqa: PLC0415
+
+    system = other(source, data, outputs.labels.device, option="source")
     if data is not None and (data.train.shape, data.class_names) != (system.shape, system.classes):
         name = system.recipe.data.name
         raise ArgumentError("source", f"must be a run on the same images and classes, got {name!r}")
