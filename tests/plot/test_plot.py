@@ -576,7 +576,9 @@ def failure(*arguments):
 def test_commands_are_listed():
     assert "plot" in CliRunner().invoke(app, ["--help"]).output
     text = command("--help").output
-    assert all(f" {name} " in text for name in ("margins", "gradients", "features", "hardness", "schedule"))
+    names = ("margins", "gradients", "features", "hardness", "schedule")
+    names += ("confusion", "class-size", "learned", "recognition", "weighted-energy")
+    assert all(f" {name} " in text for name in names)
 
 
 def test_margins_command(tmp_path, monkeypatch):

@@ -222,6 +222,89 @@ def plot_operators(
     _write(getattr(_plots(), function)(names or None), output or Path(default))
 
 
+@plot_app.command("confusion")
+def plot_confusion(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of evaluated runs, side by side")],
+    output: Output = None,
+    hide_diagonal: Annotated[
+        bool, typer.Option("--hide-diagonal", help="leave right answers out: colours are those of mistakes")
+    ] = False,
+    measure: Annotated[
+        str, typer.Option(help="shares of each class, or cosines: mean cosines of features of two classes")
+    ] = "shares",
+) -> None:
+    """Draw which classes runs take for which in the test split, in percent of each class."""
+    folders, default = _folders(runs, "confusion.png")
+    _write(_plots().confusion(folders, hide_diagonal=hide_diagonal, measure=measure), output or default)
+
+
+@plot_app.command("class-size")
+def plot_class_size(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="folders of evaluated runs whose classes differ in size")
+    ],
+    output: Output = None,
+) -> None:
+    """Draw norm and bias of the class vectors of runs against the number of training images (data.imbalance)."""
+    folders, default = _folders(runs, "class_size.png")
+    _write(_plots().class_size(folders), output or default)
+
+
+@plot_app.command("learned")
+def plot_learned(
+    run: Run,
+    output: Output = None,
+    layer: Annotated[
+        list[str] | None, typer.Option("--layer", help="name of a layer, or a pattern such as 'body.*' (default: all)")
+    ] = None,
+    bins: Annotated[int, typer.Option(help="number of bins")] = 30,
+) -> None:
+    """Draw histograms of the steepness and the radius that the layers of a run learned."""
+    folders, default = _folders([run], "learned.png")
+    _write(_plots().learned(folders[0], layers=layer or (), bins=bins), output or default)
+
+
+@plot_app.command("recognition")
+def plot_recognition(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of evaluated runs, a line each")],
+    output: Output = None,
+    split: Annotated[str, typer.Option(help="unseen classes, test, or auto: unseen where all runs have them")] = "auto",
+    gallery: Annotated[int, typer.Option(help="samples of each class that are enrolled; the others are probes")] = 1,
+    samples: Annotated[int, typer.Option(help="most samples of which all pairs are compared")] = 4000,
+) -> None:
+    """Draw CMC and ROC curves of the features of runs: identification by rank, verification by false accept rate."""
+    folders, default = _folders(runs, "recognition.png")
+    figure = _plots().recognition(folders, split=split, gallery=gallery, samples=samples)
+    _write(figure, output or default)
+
+
+@plot_app.command("weighted-energy")
+def plot_weighted_energy(
+    betas: Annotated[
+        list[float] | None, typer.Argument(metavar="BETA", help="weights of the heavy points (default: 1 2 4 10)")
+    ] = None,
+    output: Output = None,
+    points: Annotated[int, typer.Option(help="number of points on the sphere")] = 10,
+    heavy: Annotated[int, typer.Option(help="how many of them are heavy")] = 1,
+    s: Annotated[float, typer.Option(help="exponent of the energy")] = 2.0,
+    steps: Annotated[int, typer.Option(help="number of steps")] = 300,
+    lr: Annotated[float, typer.Option(help="step size")] = 4e-3,
+    seed: Annotated[int, typer.Option(help="of the start")] = 0,
+) -> None:
+    """Draw the ways of points on the sphere under gradient descent of the weighted energy."""
+    plots = _plots()
+    figure = plots.weighted_energy(
+        betas or (1.0, 2.0, 4.0, 10.0), points=points, heavy=heavy, s=s, steps=steps, lr=lr, seed=seed
+    )
+    _write(figure, output or Path("weighted_energy.png"))
+
+
+def _folders(runs: Sequence[Path], name: str) -> tuple[list[Path], Path]:
+    """Folders of runs, and the file where none is named: in the folder of a single run, here for several."""
+    folders = [RunFolder.open(run).path for run in runs]
+    return folders, folders[0] / name if len(folders) == 1 else Path(name)
+
+
 def _plots() -> types.ModuleType:
     """The drawing functions; matplotlib is slow to import and no other command needs it."""
     try:

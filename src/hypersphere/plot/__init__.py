@@ -1,4 +1,4 @@
-"""Pictures for papers and slides: margins, features, operators, training and landscapes as matplotlib figures.
+"""Pictures for papers and slides: heads, operators, training, features and classes of runs, as matplotlib figures.
 
 Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window and no global state; :func:`save`
 writes it as PNG, SVG or PDF. The command line has the same: ``hypersphere plot --help``.
@@ -10,10 +10,12 @@ Example:
     ['(a)', '(b)', '(c)']
 """
 
+from hypersphere.plot.classes import class_size, confusion
 from hypersphere.plot.directions import gradients, target_gradient
 from hypersphere.plot.energy import dynamics, energy_curves
 from hypersphere.plot.heads import Curves, annealed, curves, margins, schedule
 from hypersphere.plot.landscape import landscapes, run_landscape
+from hypersphere.plot.layers import learned
 from hypersphere.plot.operators import (
     plot_angle_step,
     plot_angulars,
@@ -24,12 +26,16 @@ from hypersphere.plot.operators import (
     plot_operators,
     plot_parameters,
 )
+from hypersphere.plot.rates import recognition, recognition_curves
 from hypersphere.plot.runs import features, hardness
 from hypersphere.plot.style import save
+from hypersphere.plot.weighted import weighted_energy, weighted_paths
 
 __all__ = [
     "Curves",
     "annealed",
+    "class_size",
+    "confusion",
     "curves",
     "dynamics",
     "energy_curves",
@@ -37,6 +43,7 @@ __all__ = [
     "gradients",
     "hardness",
     "landscapes",
+    "learned",
     "margins",
     "plot_angle_step",
     "plot_angulars",
@@ -46,8 +53,12 @@ __all__ = [
     "plot_operator_geometry",
     "plot_operators",
     "plot_parameters",
+    "recognition",
+    "recognition_curves",
     "run_landscape",
     "save",
     "schedule",
     "target_gradient",
+    "weighted_energy",
+    "weighted_paths",
 ]

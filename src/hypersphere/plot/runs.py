@@ -25,6 +25,7 @@ from hypersphere.drawing import MAX_CLASSES, MAX_POINTS, PALETTE, Floats, colour
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Outputs
 from hypersphere.geometry import norm
+from hypersphere.plot.sphere import draw_ball
 from hypersphere.plot.style import FAINT, INK, MARKERS, MUTED, angle_axis, new_figure, plain, styled
 from hypersphere.runs import RunError
 from hypersphere.runs.read import Features, Run, load_run
@@ -198,31 +199,10 @@ def _draw_ground(axes: Axes, view: _View) -> None:
         reach = max(1.12, 1.05 * float(np.abs(view.points).max()))
         axes.grid(False)
     else:
-        reach = 1.13
-        axes.add_patch(Circle((0, 0), 1, fc="#f4f5f7", ec=MUTED, lw=0.9, zorder=0))
-        for curve in _graticule():
-            turned = curve @ view.axes.T
-            for back in (True, False):
-                line = turned[:, :2].copy()
-                line[(turned[:, 2] < 0) != back] = np.nan
-                axes.plot(*line.T, color="#c3c7cd", lw=0.5, alpha=0.35 if back else 1.0, zorder=1)
+        reach = draw_ball(axes, view.axes)
     axes.set_xlim(-reach, reach)
     axes.set_ylim(-reach, reach)
     axes.axis("off")
-
-
-def _graticule() -> list[Floats]:
-    """Meridians and parallels every 30 degrees."""
-    way = np.linspace(-np.pi, np.pi, 181)
-    parallels = [
-        np.stack([np.cos(h) * np.cos(way), np.cos(h) * np.sin(way), np.full_like(way, np.sin(h))], axis=1)
-        for h in np.radians([-60, -30, 0, 30, 60])
-    ]
-    meridians = [
-        np.stack([np.cos(way) * np.cos(t), np.cos(way) * np.sin(t), np.sin(way)], axis=1)
-        for t in np.radians([0, 30, 60, 90, 120, 150])
-    ]
-    return parallels + meridians
 
 
 def _arrow(axes: Axes, tip: Floats, shade: str, *, behind: bool) -> None:
