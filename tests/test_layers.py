@@ -47,6 +47,7 @@ WORKBENCH = (
     ("templates",),  # plugins as users write them
     ("cli",),
     ("tasks",),  # none of which imports another one, and all of which are found by their names
+    ("reproduce",),  # whose commands are found by name, as those of tasks
     ("__main__",),
 )
 RANK = {package: rank for rank, line in enumerate((*CORE, *WORKBENCH)) for package in line}

@@ -49,7 +49,12 @@ def test_every_command_takes_plugins(name, tmp_path, start):
     """Also those of groups; it is loaded before anything else is looked at."""
     wrong = write(tmp_path, "wrong.py", "1 / 0\n")
     needed = {"record": ["-o", "x.json", "--group", "g"], "embed": ["-o", "x.npz"], "report": ["x"], "resume": ["x"]}
-    needed |= {"identify": ["--gallery", "x", "--probes", "x"], "plot": ["gradients"], "gallery": ["list"]}
+    needed |= {
+        "identify": ["--gallery", "x", "--probes", "x"],
+        "plot": ["gradients"],
+        "gallery": ["list"],
+        "compare": ["--table", "thesis-2.2"],
+    }
     words = [*needed.get(name, []), "--plugin", wrong, *(["x"] * (name not in NO_ARGUMENTS))]
     words += ["y"] * (name in ("embed", "verify"))
     done = start(name, *words)

@@ -33,9 +33,14 @@ COMMANDS = {
     ),
     "record": ("results:record", "Write the results of finished runs, averaged over seeds, as rows for the docs."),
     "docs": (
-        "results:docs",
-        "Write docs/results.md, benchmarks.md and precision.md from the measured rows in docs/rows.",
+        "hypersphere.reproduce.commands:docs",
+        "Write the pages of results, benchmarks, precision and the scoreboard from the measured rows in docs/rows.",
     ),
+    "reproduce": (
+        "hypersphere.reproduce.commands:reproduce",
+        "Train the cells of a published table and show them beside what was published.",
+    ),
+    "compare": ("hypersphere.reproduce.commands:compare", "Show runs of your own beside a published table."),
     "plot": ("plot:plot_app", "Draw pictures for papers and slides: PNG, SVG or PDF, by the ending of the file name."),
 }
 """Where a command is defined, a function or a group, and the line that describes it (a test compares it)."""

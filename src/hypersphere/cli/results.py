@@ -1,4 +1,4 @@
-"""The commands that write measured numbers and the pages of them: record and docs."""
+"""The command that writes measured numbers: record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from hypersphere import results
 from hypersphere.cli.options import Runs
 from hypersphere.cli.terminal import console
-from hypersphere.errors import ArgumentError, HypersphereError
+from hypersphere.errors import ArgumentError
 from hypersphere.runs import RunFolder
 
 
@@ -38,14 +38,3 @@ def record(
     rows = results.rows_from_runs([RunFolder.open(run) for run in runs], group, note, matrix, values, detail or ())
     results.write_rows(output, rows)
     console.print(f"Wrote {len(rows)} rows to {output}", highlight=False)
-
-
-def docs(
-    folder: Annotated[Path, typer.Option(help="folder with rows/ and the pages made from them")] = Path("docs"),
-    check: Annotated[bool, typer.Option(help="only say whether the pages are up to date")] = False,
-) -> None:
-    """Write docs/results.md, benchmarks.md and precision.md from the measured rows in docs/rows."""
-    stale = results.write_pages(folder, check=check)
-    if check and stale:
-        raise HypersphereError(f"{', '.join(map(str, stale))}: out of date, run `hypersphere docs`")
-    console.print(f"{'Checked' if check else 'Wrote'} the pages in {folder}", highlight=False)
