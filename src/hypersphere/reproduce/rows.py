@@ -33,8 +33,8 @@ class Row:
         status: ``"finished"``, or ``"diverged"``, which is a result, too.
         steps: Steps that were taken.
         seconds: How long they took, with all that stands around them.
-        commit: Version of the code, by which the orderings were stated that it is held against. With a ``?`` behind it the
-            version is not in the history, so nobody can look them up, and no two such rows decide an ordering.
+        commit: Version of the code, by which the orderings were stated that it is held against. With a ``?`` behind
+            it the version is not in the history, so nobody can look them up, and no two such rows decide an ordering.
         recipe_hash: Of the recipe.
         data: Digest of the data set.
         device: Where it was trained.
