@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hypersphere.errors import check_choice
+from hypersphere.errors import ArgumentError, check_choice
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -76,6 +76,51 @@ def is_ordinary(weight: Any) -> bool:
     return isinstance(weight, Tensor) and weight.is_floating_point() and not quantised
 
 
+def is_sharded(weight: Any) -> bool:
+    """Whether a weight is held by several processes together: a ``DTensor``, as FSDP2 makes them.
+
+    Example:
+        >>> is_sharded(torch.ones(2))
+        False
+    """
+    return isinstance(weight, Tensor) and hasattr(type(weight), "full_tensor")  # as torch.compile sees it, too
+
+
+def whole(weight: Tensor, *, own: bool = False) -> Tensor:
+    """All rows of a weight that is sharded over processes; any other as it is.
+
+    All processes of its mesh have to call it, and each gets all rows. The gradient is sharded as the weight is. It is
+    that of one process where all compute the same of the rows, counted once and not once for each.
+
+    Args:
+        weight: A tensor, or a ``DTensor`` of any placements, of uneven shards, too.
+        own: What a process computes of the rows depends on its own data: the gradient is the mean over the processes,
+            as that of data-parallel training.
+
+    Raises:
+        ArgumentError: Where this process is not among those that hold the weight.
+
+    Example:
+        >>> whole(torch.ones(2))
+        tensor([1., 1.])
+    """
+    if not is_sharded(weight):
+        return weight
+    sharded: Any = weight
+    mesh = sharded.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ArgumentError("weight", f"must be held by this process, too, got one on the processes of {mesh}")
+    if not own:
+        found: Tensor = sharded.full_tensor()
+        return found
+    from torch.distributed.tensor import Partial  # noqa: PLC0415 (only where torch is built with it)
+
+    found = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if found.requires_grad:
+        found.register_hook(lambda gradient: gradient / mesh.size())
+    return found
+
+
 def is_quantised(module: Any) -> bool:
     """Whether this is a quantised layer, of whatever class: one of torch's, or a linear one without a floating weight.
 
@@ -123,7 +168,8 @@ def current(module: Any, weight: str = "weight") -> Tensor:
     """A weight as it is now.
 
     One that a hook computes before each forward pass (pruning, and torch's older spectral and weight norms) is computed
-    here: what the hook has left belongs to the graph of a step that is over.
+    here: what the hook has left belongs to the graph of a step that is over. One that is sharded over processes, or
+    computed by a parametrisation of such parameters, is gathered (:func:`whole`).
 
     Args:
         module: Its owner.
@@ -142,8 +188,13 @@ def current(module: Any, weight: str = "weight") -> Tensor:
                 # A spectral norm must not go on with its power iteration.
                 computed: Tensor = hook.compute_weight(module, *([False] if hasattr(hook, "eps") else []))
                 return computed
-    found: Tensor = getattr(module, weight)
-    return found
+    if parametrize.is_parametrized(module, weight):
+        makes = module.parametrizations[weight]
+        sharded = {name: whole(held) for name, held in makes.named_parameters() if is_sharded(held)}
+        if sharded:  # what is not a parameter is no DTensor, and the two do not mix
+            made: Tensor = torch.func.functional_call(makes, sharded, ())
+            return made
+    return whole(getattr(module, weight))
 
 
 def shape(module: Any, weight: str = "weight") -> tuple[int, ...]:

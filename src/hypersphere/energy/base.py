@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.energy.layers import Neurons, Selection, select
+from hypersphere.energy.shards import Mesh, mesh_of, of_shards
 from hypersphere.errors import ArgumentError, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, transformed
+from hypersphere.neurons import is_sharded
 from hypersphere.registry import Member, Registry
 from hypersphere.selection import Output
 
@@ -122,6 +124,9 @@ class Regulariser(nn.Module, metaclass=Member):
     powers: ClassVar[tuple[float, ...]] = ()
     """Through which powers of its smooth form (:meth:`objective`) a value with kinks, such as the nearest neighbour, is
     minimised; none where it is smooth."""
+    mesh: Mesh = None
+    """During a call: the processes that compute the same value, where the weight is sharded over some. They share large
+    sums of pairs out (``pair_sums(..., mesh=self.mesh)``)."""
 
     later_options: ClassVar[Mapping[str, Any]] = {"hidden_weight": 1.0, "output_weight": 1.0}
 
@@ -159,10 +164,17 @@ class Regulariser(nn.Module, metaclass=Member):
         return self.energy(vectors)
 
     def forward(self, target: Tensor | nn.Module | Selection) -> Tensor:
-        """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``."""
+        """Value of a matrix ``(n, d)``, or weighted sum over the layers of a model: ``()``.
+
+        Of weights that are sharded over processes (``DTensor``, ``fully_shard``) it is that of the whole weights, on
+        every process; all of them have to call it.
+        """
         if isinstance(target, Tensor):
             if target.dim() != 2:
                 raise ArgumentError("target", f"must have shape (n, d), got {tuple(target.shape)}")
+            if is_sharded(target):
+                matrix = Neurons("", lambda: target, read=lambda rows: rows.unsqueeze(0))
+                return self._of_shards(matrix, target).squeeze(0)
             with full_precision(target):
                 return self.energy(at_least_float32(target).unsqueeze(0)).squeeze(0)
         selection = self.select(target)
@@ -192,6 +204,11 @@ class Regulariser(nn.Module, metaclass=Member):
 
     def _values(self, layers: Sequence[Neurons]) -> Iterator[tuple[list[Neurons], Tensor]]:
         """Batches of layers of one role, number of groups, type and device, and the values of their groups in order."""
+        held = [layer.sharded() for layer in layers]
+        for layer, weight in zip(layers, held, strict=True):
+            if weight is not None:
+                yield [layer], self._of_shards(layer, weight)
+        layers = [layer for layer, weight in zip(layers, held, strict=True) if weight is None]
         matrices = [at_least_float32(layer.matrices() if self.ordered else layer.unordered()) for layer in layers]
         kinds: dict[tuple[str, int, torch.dtype, torch.device], list[int]] = {}
         for index, layer in enumerate(layers):
@@ -204,6 +221,20 @@ class Regulariser(nn.Module, metaclass=Member):
                 batch = [layers[index] for index in chosen]
                 with full_precision(matrices[chosen[0]]):
                     yield batch, self._batch_energy(batch, [matrices[index] for index in chosen], role)
+
+    def _of_shards(self, layer: Neurons, weight: Tensor) -> Tensor:
+        """Values of the groups of a layer with a sharded weight: the mean over the groups, for each."""
+
+        def mean(rows: Tensor) -> Tensor:
+            self.mesh = mesh_of(weight)
+            try:
+                with full_precision(rows):
+                    return self._batch_energy([layer], [at_least_float32(layer.read(rows))], layer.role).mean()
+            finally:
+                self.mesh = None
+
+        groups = layer.read(torch.empty(weight.shape, device="meta")).shape[0]
+        return of_shards(mean, weight, *self.parameters()).expand(groups)
 
     def _batch_energy(self, layers: Sequence[Neurons], matrices: Sequence[Tensor], role: str) -> Tensor:
         """Values of the groups of layers that make up a batch, layer by layer."""

@@ -31,6 +31,7 @@ from hypersphere.energy.potentials import Riesz
 from hypersphere.energy.projections import ProjectionBank, uncompiled
 from hypersphere.errors import ArgumentError, check_choice, check_range, check_step
 from hypersphere.geometry import at_least_float32, full_precision, safe_sqrt, transformed
+from hypersphere.neurons import whole
 
 Target: TypeAlias = Tensor | nn.Module | Selection
 
@@ -117,6 +118,7 @@ def preservation_loss(vectors: Tensor, projections: Tensor, kind: str = "frob", 
         >>> preservation_loss(torch.eye(2), torch.tensor([[1.0, 1.0], [0.0, 2.0]]))
         tensor(0.6325)
     """
+    vectors = whole(vectors)
     images = _images(vectors, projections)
     with full_precision(images):
         losses = _preservation(at_least_float32(vectors).unsqueeze(0), images.unsqueeze(0), kind, eps).squeeze(0)
@@ -125,7 +127,7 @@ def preservation_loss(vectors: Tensor, projections: Tensor, kind: str = "frob", 
 
 def _images(vectors: Tensor, projections: Tensor) -> Tensor:
     """Images ``(m, n, k)`` of a matrix of vectors, in float32 or wider."""
-    vectors = at_least_float32(vectors)
+    vectors = at_least_float32(whole(vectors))
     if vectors.dim() != 2:
         raise ArgumentError("vectors", f"must have shape (n, d), got {tuple(vectors.shape)}")
     if projections.dim() not in (2, 3) or projections.shape[-1] != vectors.shape[-1]:
@@ -301,7 +303,7 @@ class Compressive(Regulariser):
         if isinstance(target, Tensor):
             if target.dim() != 2:
                 raise ArgumentError("target", f"must have shape (n, d), got {tuple(target.shape)}")
-            return Selection([Neurons("", lambda: target.unsqueeze(0))])
+            return Selection([Neurons("", lambda: whole(target).unsqueeze(0))])
         return self.select(target)
 
     def _stack_key(self, layer: Neurons, n: int, d: int) -> tuple[Any, ...] | None:

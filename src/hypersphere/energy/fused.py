@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from hypersphere import geometry
 from hypersphere.energy import chords
 from hypersphere.energy.potentials import Gaussian, Potential, Riesz, least_opposite
+from hypersphere.energy.shards import corners
 
 MANY = 4096
 """Vectors from which on the fp16 kernel serves."""
@@ -415,7 +417,14 @@ def _near() -> float:
 
 
 def tiled(
-    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
+    units: Tensor,
+    valid: Tensor,
+    gaps: Tensor | None,
+    potential: Potential,
+    half_space: bool,
+    grad: bool,
+    part: int = 0,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Sums over ordered pairs ``(b,)`` in float64, and their gradient by the units ``(b, n, d)``.
 
@@ -426,13 +435,16 @@ def tiled(
         potential: What a pair adds.
         half_space: Whether mirror images count.
         grad: Whether the gradient is wanted.
+        part: Which of the parts that add up to the whole; no more parts than vectors.
+        parts: How many there are.
     """
     _, n, dim = units.shape
     steep = isinstance(potential, Riesz) and not -1 <= potential.s <= LARGEST_S
     if n < MANY or dim < LEAST_DIM or steep:
-        return _few(units, valid, gaps, potential, half_space, grad)
+        return _few(units, valid, gaps, potential, half_space, grad, part, parts)
     short = [None] * len(units) if gaps is None else gaps
-    found = [_many(u, v, g, potential, half_space, grad) for u, v, g in zip(units, valid, short, strict=True)]
+    of = potential, half_space, grad, part, parts
+    found = [_many(u, v, g, *of) for u, v, g in zip(units, valid, short, strict=True)]
     if len(found) == 1:
         return found[0][0].view(1), found[0][1].view(units.shape if grad else 0)
     return torch.stack([total for total, _ in found]), torch.stack([gradient for _, gradient in found])
@@ -456,15 +468,23 @@ def tangent(gradient: Tensor, units: Tensor, inverse: Tensor, factor: Tensor) ->
 
 
 def _few(
-    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
+    units: Tensor,
+    valid: Tensor,
+    gaps: Tensor | None,
+    potential: Potential,
+    half_space: bool,
+    grad: bool,
+    part: int,
+    parts: int,
 ) -> tuple[Tensor, Tensor]:
     batch, n, dim = units.shape
     kind, shape, *constants = _constants(potential)
     units, valid, gaps = units.contiguous(), valid.contiguous(), None if gaps is None else gaps.contiguous()
     step = min(max(PANEL_ELEMENTS // (batch * n), 1), n)
+    start, stop = n * part // parts, n * (part + 1) // parts
     sums, gradients = [], []
-    for first in range(0, n, step):
-        rows = min(step, n - first)
+    for first in range(start, stop, step):
+        rows = min(step, stop - first)
         cosines = units[:, first : first + rows] @ units.mT
         grid = (triton.cdiv(rows, FEW_ROWS), triton.cdiv(n, FEW_COLUMNS), batch)
         partial = units.new_empty(batch, grid[0] * grid[1])
@@ -495,7 +515,8 @@ def _few(
     if not grad:
         return total, units.new_empty(0)
     gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients, 1)
-    return total, gradient.mul_(-4)
+    gradient = gradient.mul_(-4)
+    return total, gradient if parts == 1 else F.pad(gradient, (0, 0, start, n - stop))
 
 
 def _strength(potential: Potential) -> tuple[float, float]:
@@ -509,7 +530,14 @@ def _strength(potential: Potential) -> tuple[float, float]:
 
 
 def _many(
-    units: Tensor, valid: Tensor, gaps: Tensor | None, potential: Potential, half_space: bool, grad: bool
+    units: Tensor,
+    valid: Tensor,
+    gaps: Tensor | None,
+    potential: Potential,
+    half_space: bool,
+    grad: bool,
+    part: int,
+    parts: int,
 ) -> tuple[Tensor, Tensor]:
     n, dim = units.shape
     kind, shape, *constants = _constants(potential)
@@ -519,52 +547,53 @@ def _many(
     # Zero rows and columns fill up the last tiles, so that no load needs a mask.
     half = torch.zeros(triton.cdiv(n, TILE) * TILE, width, dtype=torch.float16, device=units.device)
     half[:n, :dim] = units
-    panel = min(PANEL, triton.cdiv(n, TILE) * TILE)
+    # Of several parts each has 2 parts + 1 panels.
+    panel = min(PANEL, triton.cdiv(n, TILE * (1 if parts == 1 else 2 * parts)) * TILE)
     slopes = torch.empty(panel * panel if grad else 0, dtype=torch.float16, device=units.device)
     gradient = torch.zeros_like(units) if grad else units.new_empty(0)
     sums = []
-    for i in range(0, n, panel):
+    for i, j in corners(n, panel, part, parts):
         rows = min(panel, n - i)
-        for j in range(i, n, panel):
-            columns = min(panel, n - j)
-            stride = triton.cdiv(columns, 8) * 8  # rows of whole 16 bytes, which fast products need
-            programs = triton.cdiv(rows, TILE) * triton.cdiv(stride, TILE)
-            partial = units.new_empty(programs)
-            _many_kernel[(programs,)](
-                half,
-                units,
-                valid,
-                valid if gaps is None else gaps,
-                slopes,
-                gradient,
-                partial,
-                n,
-                dim,
-                i,
-                j,
-                rows,
-                stride,
-                near,
-                *constants,
-                strength,
-                KIND=kind,
-                SHAPE=shape,
-                HALF=half_space,
-                BOTH=half_space or shape == 1,
-                PADDED=gaps is not None,
-                GRAD=grad,
-                WIDTH=width,
-                TILE=TILE,
-                DEPTH=DEPTH,
-                GROUP=8,
-                num_warps=8,
-                num_stages=3,
-            )
-            sums.append(partial.sum(dtype=torch.float64) * (1 if i == j else 2))
-            if grad:
-                tile = slopes[: rows * stride].view(rows, stride)
-                gradient[i : i + rows] += torch.mm(tile, half[j : j + stride], out_dtype=torch.float32)[:, :dim]
-                if i != j:
-                    back = torch.mm(tile.mT, half[i : i + rows], out_dtype=torch.float32)
-                    gradient[j : j + columns] += back[:columns, :dim]
-    return torch.stack(sums).sum(), gradient.mul_(-4 / strength) if grad else gradient
+        columns = min(panel, n - j)
+        stride = triton.cdiv(columns, 8) * 8  # rows of whole 16 bytes, which fast products need
+        programs = triton.cdiv(rows, TILE) * triton.cdiv(stride, TILE)
+        partial = units.new_empty(programs)
+        _many_kernel[(programs,)](
+            half,
+            units,
+            valid,
+            valid if gaps is None else gaps,
+            slopes,
+            gradient,
+            partial,
+            n,
+            dim,
+            i,
+            j,
+            rows,
+            stride,
+            near,
+            *constants,
+            strength,
+            KIND=kind,
+            SHAPE=shape,
+            HALF=half_space,
+            BOTH=half_space or shape == 1,
+            PADDED=gaps is not None,
+            GRAD=grad,
+            WIDTH=width,
+            TILE=TILE,
+            DEPTH=DEPTH,
+            GROUP=8,
+            num_warps=8,
+            num_stages=3,
+        )
+        sums.append(partial.sum(dtype=torch.float64) * (1 if i == j else 2))
+        if grad:
+            tile = slopes[: rows * stride].view(rows, stride)
+            gradient[i : i + rows] += torch.mm(tile, half[j : j + stride], out_dtype=torch.float32)[:, :dim]
+            if i != j:
+                back = torch.mm(tile.mT, half[i : i + rows], out_dtype=torch.float32)
+                gradient[j : j + columns] += back[:columns, :dim]
+    total = torch.stack(sums).sum() if sums else units.new_zeros((), dtype=torch.float64)
+    return total, gradient.mul_(-4 / strength) if grad else gradient

@@ -31,6 +31,8 @@ class Neurons:
         constant: Whether training cannot change the angles between the neurons.
         taps: Numbers of a neuron that belong to one input channel, next to each other: those of a kernel.
         in_memory_order: The same rows, their numbers in whatever order spares a copy.
+        sharded: Function of nothing that returns the weight where it is sharded over processes, else ``None``.
+        read: Function of that weight, gathered, that returns the rows.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Neurons:
     constant: bool = False
     taps: int = 1
     in_memory_order: Callable[[], Tensor] | None = None
+    sharded: Callable[[], Tensor | None] = lambda: None
+    read: Callable[[Tensor], Tensor] = lambda weight: weight
 
     def unordered(self) -> Tensor:
         """The rows ``(groups, n, d)`` for whom angles are enough: the order of the numbers in them is not defined."""
@@ -97,11 +101,17 @@ def neurons(name: str, rows: Callable[[], Tensor], role: str = "hidden", *, cons
         [('', 'hidden', torch.Size([1, 8, 4])), ('head', 'output', torch.Size([1, 10, 8]))]
     """
 
-    def matrices() -> Tensor:
-        found = rows()
+    def read(found: Tensor) -> Tensor:
         return found if found.dim() == 3 else found.unsqueeze(0)
 
-    return Selection([Neurons(name, matrices, role, constant)])
+    def sharded() -> Tensor | None:
+        found = rows()
+        return found if reading.is_sharded(found) else None
+
+    def matrices() -> Tensor:
+        return read(reading.whole(rows()))
+
+    return Selection([Neurons(name, matrices, role, constant, sharded=sharded, read=read)])
 
 
 def select(
@@ -213,6 +223,11 @@ def _layout(row: Layer, parents: Mapping[str, nn.Module]) -> Layout:
 
 def _neurons(row: Layer, layout: Layout) -> Neurons:
     module, weight = row.module, row.weight
+
+    def sharded() -> Tensor | None:
+        found = module._parameters.get(weight)  # of a parametrised weight there is none
+        return found if reading.is_sharded(found) else None
+
     return Neurons(
         row.name,
         lambda: layout.vectors(reading.current(module, weight)),
@@ -220,4 +235,6 @@ def _neurons(row: Layer, layout: Layout) -> Neurons:
         bool(getattr(module, "keeps_angles", False)),
         layout.taps,
         lambda: layout.unordered(reading.current(module, weight)),
+        sharded,
+        layout.vectors,
     )

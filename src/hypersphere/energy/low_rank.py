@@ -13,6 +13,7 @@ from hypersphere.energy.layers import Neurons, Selection
 from hypersphere.energy.mhe import MHE
 from hypersphere.errors import check_range
 from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.neurons import whole
 from hypersphere.selection import Output
 
 CONDITION = 1e6
@@ -71,7 +72,7 @@ class LowRankBilateral(nn.Module):
             outer: :math:`Y_2`, ``layer.parametrizations.weight.original1``.
         """
         with torch.no_grad():
-            number = torch.linalg.cond(self.left.double() @ outer.double()).item()
+            number = torch.linalg.cond(self.left.double() @ whole(outer).double()).item()
         if not number <= CONDITION:
             raise ArithmeticError(f"the condition number of P1 Y2 is {number:.3g}, more than {CONDITION:g}")
         return number
@@ -128,8 +129,8 @@ class BPLowRank(MHE):
                 if "weight" in held and isinstance(held["weight"][0], LowRankBilateral):
                     weight = held["weight"]
                     factors[name] = [
-                        Neurons(f"{name}.Y1", lambda w=weight: w.original0.mT.unsqueeze(0)),  # type: ignore[misc]
-                        Neurons(f"{name}.Y2", lambda w=weight: w.original1.mT.unsqueeze(0)),  # type: ignore[misc]
+                        Neurons(f"{name}.Y1", lambda w=weight: whole(w.original0).mT.unsqueeze(0)),  # type: ignore[misc]
+                        Neurons(f"{name}.Y2", lambda w=weight: whole(w.original1).mT.unsqueeze(0)),  # type: ignore[misc]
                     ]
         selection = super().select(target, output=output, **choice)
         layers = [found for layer in selection for found in factors.get(layer.name, [layer])]

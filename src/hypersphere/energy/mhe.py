@@ -12,6 +12,7 @@ from hypersphere.energy.base import Regulariser, energies
 from hypersphere.energy.chords import present
 from hypersphere.energy.pairs import pair_sums
 from hypersphere.energy.potentials import Riesz
+from hypersphere.energy.shards import Mesh, agreed, mesh_of, of_shards
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision
 
@@ -48,11 +49,18 @@ def hyperspherical_energy(
         >>> hyperspherical_energy(torch.tensor([[1.0, 0.0], [-5.0, 0.0]]), s=1)
         tensor(0.5000)
     """
-    return _energy(vectors, Riesz(s, angular), half_space, beta, reduction, eps)
+    options = Riesz(s, angular), half_space, beta, reduction, eps
+    return of_shards(lambda rows: _energy(rows, *options, mesh_of(vectors)), vectors)
 
 
 def _energy(
-    vectors: Tensor, potential: Riesz, half_space: bool, beta: Tensor | None, reduction: str, eps: float
+    vectors: Tensor,
+    potential: Riesz,
+    half_space: bool,
+    beta: Tensor | None,
+    reduction: str,
+    eps: float,
+    mesh: Mesh = None,
 ) -> Tensor:
     check_choice("reduction", reduction, ("mean", "sum"))
     check_range("eps", eps, 0)
@@ -66,7 +74,9 @@ def _energy(
             raise ArgumentError("beta", "needs chords: vectors of different lengths have no distance on the sphere")
         beta = beta.detach().to(batch).expand(batch.shape[:2])
     with full_precision(batch):
-        total = pair_sums(batch, potential, half_space=half_space, beta=beta, eps=eps, mean=reduction == "mean")
+        total = pair_sums(
+            batch, potential, half_space=half_space, beta=beta, eps=eps, mean=reduction == "mean", mesh=mesh
+        )
     return total if vectors.dim() == 3 else total.squeeze(0)
 
 
@@ -140,8 +150,9 @@ class MHE(Regulariser):
         """Energy of each matrix of a batch."""
         hidden = role == "hidden"
         if hidden and self.training and self.subset is not None and self.subset < vectors.shape[1]:
-            vectors = _draw_rows(vectors, self.subset)
-        return _energy(vectors, self.potential, self.half_space and hidden, None, self.reduction, self.eps)
+            vectors = _draw_rows(vectors, self.subset, self.mesh)
+        half_space = self.half_space and hidden
+        return _energy(vectors, self.potential, half_space, None, self.reduction, self.eps, self.mesh)
 
     @property
     def counts_lengths(self) -> bool:
@@ -154,9 +165,9 @@ class MHE(Regulariser):
         return f"{options}, reduction={self.reduction!r}"
 
 
-def _draw_rows(vectors: Tensor, size: int) -> Tensor:
+def _draw_rows(vectors: Tensor, size: int, mesh: Mesh) -> Tensor:
     """So many of the rows that have a direction, of each matrix, without replacement: ``(b, size, d)``."""
-    keys = torch.rand(vectors.shape[:2], device=vectors.device)
+    keys = agreed(torch.rand(vectors.shape[:2], device=vectors.device), mesh)
     keys = keys + ~present(vectors)  # those without come last
     chosen = keys.topk(size, largest=False).indices
     return vectors.gather(1, chosen.unsqueeze(2).expand(-1, -1, vectors.shape[2]))

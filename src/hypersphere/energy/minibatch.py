@@ -23,8 +23,10 @@ from hypersphere.energy.chords import (
 from hypersphere.energy.mhe import hyperspherical_energy
 from hypersphere.energy.pairs import both_chords, pairs_and_images, smooth_terms, tile_terms
 from hypersphere.energy.potentials import Potential, Riesz
+from hypersphere.energy.shards import agreed, mesh_of
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import at_least_float32, full_precision, transformed
+from hypersphere.neurons import whole
 
 CHUNK_ELEMENTS = 2**23
 """Pairs computed at a time."""
@@ -217,7 +219,7 @@ def batch_versus_all(
     check_choice("gradient", gradient, ("both", "anchor"))
     check_range("s", s, 0)
     _check(weight, labels)
-    rows = at_least_float32(weight)
+    rows = at_least_float32(whole(weight, own=True))
     with full_precision(rows):
         counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
         own = torch.where(counts, labels, 0)
@@ -258,7 +260,7 @@ def batch_pairs(
     check_range("s", s, 0)
     _check(weight, labels)
     # What comes again is zero, which the energy leaves out: no shape depends on the labels.
-    rows = torch.where(_first(labels).unsqueeze(1), weight[labels], 0.0)
+    rows = torch.where(_first(labels).unsqueeze(1), whole(weight, own=True)[labels], 0.0)
     return hyperspherical_energy(rows, s, half_space=half_space, angular=angular)
 
 
@@ -279,7 +281,8 @@ def subset(vectors: Tensor, size: int, generator: torch.Generator | None = None)
     """
     check_range("size", size, 2)
     device = vectors.device if generator is None else generator.device
-    return vectors[torch.randperm(len(vectors), generator=generator, device=device)[:size].to(vectors.device)]
+    order = torch.randperm(len(vectors), generator=generator, device=device).to(vectors.device)
+    return whole(vectors)[agreed(order, mesh_of(vectors))[:size]]
 
 
 class InterClass(nn.Module):
@@ -349,7 +352,7 @@ def caffe_inter_class(weight: Tensor, labels: Tensor, alpha: float) -> tuple[Ten
         (tensor(1.3333), tensor(0))
     """
     _check(weight, labels)
-    units = unit_vectors(at_least_float32(weight))
+    units = unit_vectors(at_least_float32(whole(weight)))
     own, mean = units[labels], units.mean(0)
     m = len(own)
     # Squared chords of unit vectors, of which the products add up to those of the sums.

@@ -20,9 +20,11 @@ from hypersphere.energy.chords import unit_vectors
 from hypersphere.energy.compressive import START_RATE
 from hypersphere.energy.descent import Objective, descend, finite, follow, lbfgs
 from hypersphere.energy.mhe import hyperspherical_energy
+from hypersphere.energy.shards import agreed, mesh_of, sharded_as
 from hypersphere.energy.uniformity import MHS, nearest
 from hypersphere.errors import ArgumentError, check_choice, check_count, check_flag, check_range
 from hypersphere.geometry import angle, at_least_float32, full_precision, normalise, scales
+from hypersphere.neurons import whole
 
 METHODS = ("lbfgs", "projected", "riemannian")
 AGREE = 1e-8
@@ -286,10 +288,11 @@ def refine(weight: Tensor, steps: int = 100, **options: Any) -> Tensor:
         >>> torch.allclose(better.norm(dim=1), layer.weight.norm(dim=1))
         True
     """
-    rows = at_least_float32(weight.detach()).flatten(1)
+    rows = at_least_float32(whole(weight.detach())).flatten(1)
     scale = scales(rows)
     found = minimise(rows, steps=steps, **options).points
-    return (found * ((rows * scale).norm(dim=1, keepdim=True) / scale)).view(weight.shape).to(weight.dtype)
+    better = (found * ((rows * scale).norm(dim=1, keepdim=True) / scale)).view(weight.shape).to(weight.dtype)
+    return sharded_as(agreed(better, mesh_of(weight)), weight)
 
 
 def prototypes(

@@ -224,7 +224,7 @@ class OrthoReg(Regulariser):
 
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Sum over the ordered pairs of each matrix of a batch."""
-        return pair_sums(vectors, self.potential)
+        return pair_sums(vectors, self.potential, mesh=self.mesh)
 
     def extra_repr(self) -> str:
         """The options."""

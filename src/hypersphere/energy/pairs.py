@@ -19,12 +19,15 @@ from torch import Tensor
 from hypersphere.energy import chords
 from hypersphere.energy.chords import FLOOR, directions, present, smooth_chords, smooth_directions, squared_chords
 from hypersphere.energy.potentials import Potential, decode
+from hypersphere.energy.shards import Mesh, corners, place, summed
 from hypersphere.geometry import full_precision, transformed
 
 TILE = 512
 TILE_ELEMENTS = 2**20
 """Largest tile of the torch code, over the batch: what stays in a processor's cache."""
 GPU_TILE_ELEMENTS = 2**26
+SHARED = 2048
+"""Vectors from which on processes that have the same ones share their pairs out."""
 
 
 def both_chords(potential: Potential, half_space: bool) -> bool:
@@ -93,37 +96,43 @@ def _tiled(
     potential: Potential,
     half_space: bool,
     grad: bool,
+    part: int = 0,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Sums ``(b,)`` in float64, and their gradient by the units ``(b, n, d)`` but for the part along them."""
+    """Sums ``(b,)`` in float64, and their gradient by the units ``(b, n, d)`` but for the part along them.
+
+    Of several parts, which add up to the whole, one.
+    """
     batch, n, _ = units.shape
     elements = GPU_TILE_ELEMENTS if units.is_cuda else TILE_ELEMENTS
     tile = max(n, 1) if batch * n * n <= elements else max(math.isqrt(elements // max(batch, 1)), TILE)
+    if parts > 1:
+        tile = min(tile, max(-(-n // (2 * parts)), TILE))  # 2 parts + 1 tiles for each
     floor, both = FLOOR[units.dtype], both_chords(potential, half_space)
     total = torch.zeros(batch, dtype=torch.float64, device=units.device)
     gradient = torch.zeros_like(units) if grad else units.new_empty(0)
-    for i in range(0, n, tile):
-        for j in range(i, n, tile):
-            rows, columns = units[:, i : i + tile], units[:, j : j + tile]
-            short = None if gaps is None else (gaps[:, i : i + tile], gaps[:, j : j + tile])
-            own = torch.arange(rows.shape[1], device=units.device) if i == j else None
-            q, p = squared_chords(rows, columns, own=own, mirrored=both, gaps=short, look=True)
-            spread = None
-            if beta is not None:
-                a, b = beta[:, i : i + tile].unsqueeze(2), beta[:, j : j + tile].unsqueeze(1)
-                spread = ((a - b).square(), a * b)
-            value, slope = tile_terms(q, p, potential, half_space, spread, floor)
-            if i == j:
-                value.diagonal(dim1=-2, dim2=-1).zero_()
-                slope.diagonal(dim1=-2, dim2=-1).zero_()
-            left, right = valid[:, i : i + tile], valid[:, j : j + tile]
-            # A zero vector adds nothing to a gradient and gets none, so that only values need to be masked.
-            share = (torch.matmul(value, right.unsqueeze(2)).squeeze(2) * left).sum(1, dtype=torch.float64)
-            total += share if i == j else 2 * share
-            if grad:
-                slope.mul_(-4)
-                gradient[:, i : i + tile].baddbmm_(slope, columns)
-                if i != j:
-                    gradient[:, j : j + tile].baddbmm_(slope.mT, rows)
+    for i, j in corners(n, tile, part, parts):
+        rows, columns = units[:, i : i + tile], units[:, j : j + tile]
+        short = None if gaps is None else (gaps[:, i : i + tile], gaps[:, j : j + tile])
+        own = torch.arange(rows.shape[1], device=units.device) if i == j else None
+        q, p = squared_chords(rows, columns, own=own, mirrored=both, gaps=short, look=True)
+        spread = None
+        if beta is not None:
+            a, b = beta[:, i : i + tile].unsqueeze(2), beta[:, j : j + tile].unsqueeze(1)
+            spread = ((a - b).square(), a * b)
+        value, slope = tile_terms(q, p, potential, half_space, spread, floor)
+        if i == j:
+            value.diagonal(dim1=-2, dim2=-1).zero_()
+            slope.diagonal(dim1=-2, dim2=-1).zero_()
+        left, right = valid[:, i : i + tile], valid[:, j : j + tile]
+        # A zero vector adds nothing to a gradient and gets none, so that only values need to be masked.
+        share = (torch.matmul(value, right.unsqueeze(2)).squeeze(2) * left).sum(1, dtype=torch.float64)
+        total += share if i == j else 2 * share
+        if grad:
+            slope.mul_(-4)
+            gradient[:, i : i + tile].baddbmm_(slope, columns)
+            if i != j:
+                gradient[:, j : j + tile].baddbmm_(slope.mT, rows)
     return total, gradient
 
 
@@ -143,6 +152,8 @@ def _pair_sums(
     eps: float,
     mean: bool,
     grad: bool,
+    part: int = 0,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor]:
     potential = decode(name, numbers)
     vectors = vectors.contiguous()
@@ -153,13 +164,15 @@ def _pair_sums(
     gaps = eps * inverse.square() if eps else None
     with full_precision(vectors):
         if served:
-            total, gradient = fused.tiled(units, valid, gaps, potential, half_space, grad)
+            total, gradient = fused.tiled(units, valid, gaps, potential, half_space, grad, part, parts)
         else:
-            total, gradient = _tiled(units, valid, beta, gaps, potential, half_space, grad)
+            total, gradient = _tiled(units, valid, beta, gaps, potential, half_space, grad, part, parts)
     count, radial = valid.sum(1), None
     if half_space:
         # Every vector with its own mirror image: a constant, unless short vectors are shortened.
-        if beta is None and eps == 0:
+        if part:
+            pass  # one of the parts is enough
+        elif beta is None and eps == 0:
             total = total + count * float(2 * potential(torch.tensor(4.0, dtype=torch.float64)))
         else:
             own = _own_image(potential, gaps.squeeze(2) if gaps is not None else 0.0 * valid, beta)
@@ -202,6 +215,8 @@ def _(
     eps: float,
     mean: bool,
     grad: bool,
+    part: int = 0,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor]:
     return vectors.new_empty(vectors.shape[0]), vectors.new_empty(vectors.shape if grad else (0,))
 
@@ -239,9 +254,21 @@ class _PairEnergy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, vectors: Tensor, beta: Tensor | None, potential: Potential, half_space: bool, eps: float, mean: bool
+        ctx: Any,
+        vectors: Tensor,
+        beta: Tensor | None,
+        potential: Potential,
+        half_space: bool,
+        eps: float,
+        mean: bool,
+        mesh: Mesh,
     ) -> Tensor:
-        total, gradient = _pair_sums(vectors, beta, *potential.code(), half_space, eps, mean, vectors.requires_grad)
+        part = () if mesh is None else place(mesh)
+        code = potential.code()
+        total, gradient = _pair_sums(vectors, beta, *code, half_space, eps, mean, vectors.requires_grad, *part)
+        total = summed(total, mesh)
+        if vectors.requires_grad:
+            gradient = summed(gradient, mesh)
         ctx.save_for_backward(vectors, beta, gradient)
         ctx.options = (potential, half_space, eps, mean)
         return total
@@ -253,7 +280,7 @@ class _PairEnergy(torch.autograd.Function):
             with torch.enable_grad(), full_precision(vectors):
                 total = _dense(vectors, beta, *ctx.options)
                 (gradient,) = torch.autograd.grad(total.sum(), vectors, create_graph=True)
-        return gradient * grads[0].view(-1, 1, 1), None, None, None, None, None
+        return gradient * grads[0].view(-1, 1, 1), None, None, None, None, None, None
 
 
 def pair_sums(
@@ -264,6 +291,7 @@ def pair_sums(
     beta: Tensor | None = None,
     eps: float = 0.0,
     mean: bool = False,
+    mesh: Mesh = None,
 ) -> Tensor:
     r"""Sum of a potential over the ordered pairs of the rows of each matrix.
 
@@ -276,6 +304,7 @@ def pair_sums(
         beta: Lengths ``(b, n)`` that the vectors get instead of 1; constants.
         eps: Added under the root of the norm.
         mean: Divide by the number of pairs; without any the mean is 0.
+        mesh: Processes that all call this with the same vectors: they share the pairs of many out.
 
     Returns:
         ``(b,)``, type of ``vectors``.
@@ -290,7 +319,9 @@ def pair_sums(
     if transformed():
         with full_precision(vectors):
             return _dense(vectors, beta, potential, half_space, eps, mean)
-    total: Tensor = _PairEnergy.apply(vectors, beta, potential, half_space, eps, mean)
+    if mesh is not None and (vectors.shape[1] < max(SHARED, mesh.size()) or torch.compiler.is_compiling()):
+        mesh = None
+    total: Tensor = _PairEnergy.apply(vectors, beta, potential, half_space, eps, mean, mesh)
     return total
 
 

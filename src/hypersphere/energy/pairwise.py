@@ -40,7 +40,7 @@ class PairEnergy(Regulariser):
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Mean over the pairs of each matrix of a batch."""
         half_space = self.half_space and role == "hidden"
-        return pair_sums(vectors, self.potential, half_space=half_space, mean=True)
+        return pair_sums(vectors, self.potential, half_space=half_space, mean=True, mesh=self.mesh)
 
     def extra_repr(self) -> str:
         """The options."""

@@ -25,6 +25,7 @@ from hypersphere.energy.potentials import Gaussian, Riesz
 from hypersphere.energy.projections import untransformed
 from hypersphere.errors import ArgumentError, check_choice, check_flag, check_range, check_step
 from hypersphere.geometry import angle, at_least_float32, cosine, norm, normalise, safe_sqrt, scales
+from hypersphere.neurons import whole
 
 CHUNK_ELEMENTS = 2**23
 """Cosines computed at a time in a search for neighbours."""
@@ -333,7 +334,7 @@ class Uniformity(_Spread):
     def energy(self, vectors: Tensor, role: str = "hidden") -> Tensor:
         """Logarithm of the mean potential of each matrix of a batch."""
         half_space = self._half(role)
-        total = pair_sums(vectors, self.potential, half_space=half_space)
+        total = pair_sums(vectors, self.potential, half_space=half_space, mesh=self.mesh)
         some = present(vectors).sum(1) > (0 if half_space else 1)
         # Where every potential is too small for a number, that is as low as it gets, not as if there were no pair.
         logarithm = torch.where(some, total, 1.0).clamp(min=torch.finfo(total.dtype).tiny).log()
@@ -491,7 +492,7 @@ class _Poles(_Spread):
     def prepare(self, target: Tensor | nn.Module | Selection) -> None:
         """Create the poles of a matrix or of all layers of a model."""
         if isinstance(target, Tensor):
-            self._state("", at_least_float32(target).unsqueeze(0))
+            self._state("", at_least_float32(whole(target)).unsqueeze(0))
             return
         for layer in self.select(target):
             self._state(layer.name, at_least_float32(layer.matrices()))
@@ -775,7 +776,7 @@ def prototype_loss(features: Tensor, prototypes: Tensor, labels: Tensor) -> Tens
         >>> prototype_loss(torch.eye(2), torch.eye(2), torch.tensor([0, 0]))
         tensor(1.)
     """
-    return (1 - cosine(features, prototypes.detach()[labels])).square().sum()
+    return (1 - cosine(features, whole(prototypes.detach())[labels])).square().sum()
 
 
 def hyperspherical_uniformity_gap(
@@ -803,7 +804,7 @@ def hyperspherical_uniformity_gap(
         >>> hyperspherical_uniformity_gap(torch.eye(3), torch.eye(3), torch.tensor([0, 1, 2]))
         tensor(0.5000)
     """
-    z, p = (unit_vectors(at_least_float32(x)) for x in (features, prototypes.detach()))
+    z, p = (unit_vectors(at_least_float32(x)) for x in (features, whole(prototypes.detach())))
     distances = _chord(z, p[labels])
     ones = torch.ones_like(distances)
     counts, sums = (distances.new_zeros(len(p)).index_add(0, labels, values) for values in (ones, distances))
