@@ -20,6 +20,7 @@ from hypersphere.nn.modules import KINDS, Decoupled, kind_of
 from hypersphere.nn.operators import Linear, Operator
 from hypersphere.nn.operators import operator as create_operator
 from hypersphere.nn.optimise import decoupled_layers, project_weights
+from hypersphere.nn.sharding import TAKE_A_WHOLE_ONE, check_unsharded, plain_class
 from hypersphere.selection import Choice, Layer, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
@@ -91,6 +92,7 @@ def convert(
     if project and op.weighting != "none":
         raise ArgumentError("project", f"must be False with weighting={op.weighting!r}, where the kernel's norm counts")
     selection.check_model(model)
+    check_unsharded(model, "convert it before fully_shard()")
     obstacle = _obstacles(model)
     rows = selection.select(
         model,
@@ -140,6 +142,7 @@ def revert(model: M) -> M:
     for name, layer in layers:
         if layer.folded:
             raise ArgumentError("model", f"must not be folded, got {name or type(layer).__name__}")
+    check_unsharded(model, TAKE_A_WHOLE_ONE)
     for _, layer in layers:
         layer.release()
     selection.forget(model, "convert")
@@ -286,7 +289,7 @@ def report(model: nn.Module, *, output: Output = "auto") -> Report:
     rows = []
     for layer in selection.noted(model, "convert", output=output):
         module: Any = layer.module
-        kind = getattr(module, "torch_class", type(module)).__name__
+        kind = getattr(module, "torch_class", plain_class(module)).__name__
         shape = neurons.shape(module, layer.weight)
         if not isinstance(module, Decoupled):
             note = layer.reason or obstacle(layer)
@@ -332,6 +335,7 @@ def fold(model: M) -> M:
         (True, 'Conv2d')
     """
     layers = [(name, layer) for name, layer in decoupled_layers(model) if not layer.folded]
+    check_unsharded(model, TAKE_A_WHOLE_ONE)
     for name, layer in layers:
         if "weight" in vars(layer):
             raise ArgumentError(

@@ -25,6 +25,7 @@ from hypersphere.geometry import (
 )
 from hypersphere.nn import fused
 from hypersphere.nn.operators import Operator, is_zero, measures_radius
+from hypersphere.nn.sharding import alongside
 
 CACHED = 2**16
 """Elements of a map that are worked on together on a CPU."""
@@ -252,7 +253,7 @@ def _scaled(radius: Tensor, mean: Tensor | None) -> Tensor:
     if mean is None:
         return radius
     # A mean of 0 (a batch of zeros) must not make 0 / 0 of responses that are 0 in any case.
-    mean = torch.where(mean > torch.finfo(mean.dtype).tiny ** 0.5, mean, 1.0)
+    mean = alongside(torch.where(mean > torch.finfo(mean.dtype).tiny ** 0.5, mean, 1.0), radius)
     return (radius.unflatten(0, (len(mean), -1)) * mean.unsqueeze(1)).flatten()
 
 

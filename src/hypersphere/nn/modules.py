@@ -23,10 +23,12 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from hypersphere.angular import Cosine, Sigmoid
 from hypersphere.errors import ArgumentError, HypersphereError, check_range
 from hypersphere.geometry import at_least_float32, full_precision
+from hypersphere.neurons import is_sharded, whole
 from hypersphere.nn import fused
 from hypersphere.nn import operators as operators_module
 from hypersphere.nn.functional import Window, decoupled
 from hypersphere.nn.operators import Operator, RadiusOperator, measures_radius, operators
+from hypersphere.nn.sharding import TAKE_A_WHOLE_ONE, alongside, check_unsharded, put
 
 _FUSIONS = {fuse_conv_bn_eval.__code__, fuse_linear_bn_eval.__code__}
 _OWN_STATE = ("radius_raw", "k_raw", "patch_norm_mean", "patch_norm_seen")
@@ -67,6 +69,7 @@ class Decoupled(nn.Module):
     def set_operator(self, operator: str | Operator, **options: Any) -> None:
         """Take another operator, with its learned parts at their initial values."""
         op = _of_one_layer(operator, options)
+        check_unsharded(self, "set its operator before fully_shard()")
         self._drop_state()
         self.operator, self.folded = op, False
         weight = next(itertools.chain(self.parameters(), self.buffers()))  # not self.weight: it may be computed
@@ -126,6 +129,7 @@ class Decoupled(nn.Module):
             <class 'torch.nn.modules.conv.Conv2d'>
         """
         kind = type(self)
+        check_unsharded(self, TAKE_A_WHOLE_ONE)
         self._drop_state()
         del self.operator, self.folded
         target = self.torch_class
@@ -183,6 +187,10 @@ class Decoupled(nn.Module):
     @property
     def radius(self) -> Tensor | None:
         r"""Radius :math:`\rho` of each kernel, ``(O,)``, where the operator has one."""
+        radius = self._radius()
+        return None if radius is None else whole(radius)
+
+    def _radius(self) -> Tensor | None:
         if self.folded:
             return self.folded_radius
         raw = self.radius_raw
@@ -194,11 +202,15 @@ class Decoupled(nn.Module):
         if self.radius_raw is None:
             raise ArgumentError("value", f"cannot be set: the operator {self._name()} has no radius")
         low = RadiusOperator.RADIUS_MIN
-        self.radius_raw.copy_((_checked(value, self.radius_raw, low) - low).sqrt())
+        put(self.radius_raw, (_checked(value, self.radius_raw, low) - low).sqrt().expand(self.radius_raw.shape))
 
     @property
     def k(self) -> Tensor | None:
         """Learned steepness of the sigmoid, ``(O,)`` or ``(1,)``; ``None`` where it is not learned."""
+        k = self._k()
+        return None if k is None else whole(k)
+
+    def _k(self) -> Tensor | None:
         if self.folded:
             return self.folded_k
         if self.k_raw is None:
@@ -216,7 +228,7 @@ class Decoupled(nn.Module):
         low, projected = self.operator.K_MIN, self.operator.k_param == "project"
         value = _checked(value, self.k_raw, low, open_low=not projected)
         above = (value - low).expm1().log() if self.operator.k_param == "softplus" else value - low
-        self.k_raw.copy_(value if projected else above)
+        put(self.k_raw, (value if projected else above).expand(self.k_raw.shape))
 
     def _mean_norm(self) -> Tensor | None:
         """Mean patch norm of each group at test time, ``(groups,)``, where radii are in units of it."""
@@ -226,7 +238,8 @@ class Decoupled(nn.Module):
 
     def kernel_norms(self) -> Tensor:
         """Norm of each kernel, ``(O,)``."""
-        return torch.linalg.vector_norm(at_least_float32(self._by_kernel(self.weight)).flatten(2), dim=2).flatten()
+        kernels = self._by_kernel(at_least_float32(whole(self.weight)))
+        return torch.linalg.vector_norm(kernels.flatten(2), dim=2).flatten()
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
@@ -287,6 +300,9 @@ class Decoupled(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type) if dtype != torch.float64 else dtype
         elif x.dtype != weight.dtype:
             raise ArgumentError("input", f"must have the type of the weight, {weight.dtype}, got {x.dtype}")
+        if self.operator.g.of_angle and is_sharded(weight):
+            why = "whose kernels lie on several processes in its forward pass (tensor parallelism)"
+            raise ArgumentError("angular", f"must be a function of the cosine in a layer {why}, got {self.operator.g}")
         directions, norms = self._directions(weight, dtype)
         op, mean = self.operator, None if self.training else self._mean_norm()
         y, batch_mean = decoupled(
@@ -294,9 +310,9 @@ class Decoupled(nn.Module):
             directions,
             op,
             window,
-            radius=self.radius,
+            radius=self._radius(),
             mean=mean,
-            k=self.k,
+            k=self._k(),
             kernel_norms=norms,
             sync=self.sync_mean,
         )
@@ -309,7 +325,7 @@ class Decoupled(nn.Module):
     @torch.no_grad()
     def _observe(self, batch_mean: Tensor, op: RadiusOperator) -> None:
         """Move the average of the patch norms towards that of a batch."""
-        batch_mean = batch_mean.to(self.patch_norm_mean.dtype)
+        batch_mean = alongside(whole(batch_mean).to(self.patch_norm_mean.dtype), self.patch_norm_mean)
         moved = self.patch_norm_mean.lerp(batch_mean, 1 - op.mean_decay)
         first = batch_mean if op.mean_init == "first" else batch_mean * (1 - op.mean_decay)
         now = torch.where(self.patch_norm_seen.bool(), moved, first)

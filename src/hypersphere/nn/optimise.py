@@ -14,10 +14,12 @@ from torch.nn.utils import parametrize
 from hypersphere import selection
 from hypersphere.errors import ArgumentError, check_count, check_range
 from hypersphere.geometry import at_least_float32
+from hypersphere.neurons import is_sharded, whole
 from hypersphere.nn.functional import Window, _scaled, _squared_norms
 from hypersphere.nn.modules import Decoupled
 from hypersphere.nn.operators import is_zero
 from hypersphere.nn.operators import operator as create_operator
+from hypersphere.nn.sharding import check_unsharded, local, put, settle
 from hypersphere.selection import Choice, Output, Types
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,7 +50,8 @@ def project_weights(
 
     Unweighted operators do not see the norm, so that the function of the model stays the same, but gradients go with
     its inverse. Also cuts a learned ``k`` with ``k_param="project"`` off at its minimum. Ordinary layers, such as the
-    classifier, are left alone, and so is the state of the optimiser. Waits for nothing on the device.
+    classifier, are left alone, and so is the state of the optimiser. Waits for nothing on the device. Of a sharded
+    model all processes call this.
 
     Args:
         model: The model.
@@ -77,6 +80,7 @@ def project_weights(
     check_range("s", s, 0, open_low=True)
     check_range("eps", eps, 0)
     selection.check_model(model)
+    settle(model)
     others = (m for m in model.modules() if not (isinstance(m, Decoupled) and m.operator.weighting == "none"))
     shared = {id(parameter) for module in others for parameter in module._parameters.values() if parameter is not None}
     named = list(decoupled_layers(model))
@@ -86,14 +90,18 @@ def project_weights(
         named = [(name, layer) for name, layer in named if layer in wanted]
     chosen = [layer for name, layer in named if _projectable(name, layer, shared, skip_weighted)]
     plain = [layer for layer in chosen if not parametrize.is_parametrized(layer, "weight")]
-    if plain:
-        torch._foreach_copy_([layer.weight for layer in plain], [_projected(layer, s, eps) for layer in plain])
+    ordinary = [layer for layer in plain if not is_sharded(layer.weight)]
+    if ordinary:
+        torch._foreach_copy_([layer.weight for layer in ordinary], [_projected(layer, s, eps) for layer in ordinary])
+    for layer in plain:
+        if is_sharded(layer.weight):
+            put(layer.weight, _projected(layer, s, eps))
     for layer in chosen:
         if parametrize.is_parametrized(layer, "weight"):
             layer.weight = _projected(layer, s, eps)  # its parametrisation takes the value apart
     for _, layer in named:
         if layer.operator.k_param == "project" and layer.k_raw is not None:
-            layer.k_raw.clamp_(min=layer.operator.K_MIN)
+            local(layer.k_raw).clamp_(min=layer.operator.K_MIN)
 
 
 def _projectable(name: str, layer: Decoupled, shared: set[int], skip_weighted: bool) -> bool:
@@ -115,7 +123,7 @@ def _projectable(name: str, layer: Decoupled, shared: set[int], skip_weighted: b
 
 def _projected(layer: Decoupled, s: float, eps: float) -> Tensor:
     """The weight with kernels of norm ``s``, in its own layout and type."""
-    weight = layer.weight
+    weight = whole(layer.weight)
     kernels = layer._by_kernel(at_least_float32(weight))
     squared_norm = kernels.square().sum(tuple(range(2, kernels.dim())), keepdim=True) + eps
     factors = torch.where(squared_norm > 0, s * squared_norm.rsqrt(), 0.0)
@@ -232,7 +240,7 @@ def saturation(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
         def measure(x: Tensor, window: Window | None) -> Tensor:
             squared_norm = _squared_norms(x, window)
-            radius, zero = _scaled(layer.radius, layer._mean_norm()), is_zero(squared_norm)
+            radius, zero = _scaled(layer._radius(), layer._mean_norm()), is_zero(squared_norm)
             if layer.operator.weighting == "joint":  # which compares the product of both norms
                 radius = radius / layer._directions(layer.weight, x.dtype)[1]
             # No comparison of every patch with every kernel: the patches are sorted.
@@ -355,6 +363,7 @@ def init_from(model: M, trained: nn.Module | Mapping[str, Tensor], s: float = 1.
     """
     check_range("s", s, 0, open_low=True)
     selection.check_model(model)
+    check_unsharded(model, "initialise it before fully_shard()")
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if not isinstance(state, Mapping):
         raise ArgumentError("trained", f"must be a module or its state_dict(), got {type(state).__name__}")

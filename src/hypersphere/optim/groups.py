@@ -12,7 +12,9 @@ from torch.nn.utils import parametrize
 
 from hypersphere import selection
 from hypersphere.errors import ArgumentError, check_choice, check_range
+from hypersphere.neurons import is_sharded
 from hypersphere.nn import Decoupled
+from hypersphere.nn.sharding import settle
 from hypersphere.selection import Choice, Layer, Output, Types, check_model
 
 _ROLES = ("", "-vectors", "-kernels", "-operators", "-rotations", "-matrices")
@@ -110,7 +112,8 @@ def parameter_groups(
     orthogonal training, the orthogonal ``-matrices`` themselves (with ``orthogonal`` for
     :class:`hypersphere.optim.OGD`, which keeps them so) and, with ``decay="weights"``, the ``-vectors``: biases and
     what normalisations learn. A parameter that several modules share is in one group; the weight of a decoupled layer
-    that an ordinary layer shares is decayed for the sake of that one. Groups without parameters are left out.
+    that an ordinary layer shares is decayed for the sake of that one. Groups without parameters are left out. Those of
+    a sharded model are the same, of its sharded parameters.
 
     Args:
         model: The model.
@@ -151,6 +154,8 @@ def parameter_groups(
     parts = {"model": (model, lr)} | ({} if head is None else {"head": (head, head_lr)})
     for module, _ in parts.values():
         check_model(module)
+        settle(module)
+        _check_shared(module)
     for given in rules:
         if not isinstance(given, Rule):
             raise ArgumentError("rules", f"must hold rules (hypersphere.optim.Rule), got {given!r}")
@@ -229,6 +234,17 @@ def _decoupled(module: nn.Module) -> dict[Tensor, str]:
         else:
             others.update(p for name, p in layer.named_parameters(recurse=False) if name == "weight")
     return {p: group for p, group in found.items() if p not in others}
+
+
+def _check_shared(module: nn.Module) -> None:
+    """Raise where ``fully_shard``, called with one layer after the other, made several of one ``k`` that they share."""
+    shared: dict[int, nn.Parameter | None] = {}
+    layers = [layer for layer in module.modules() if isinstance(layer, Decoupled)]
+    for layer in layers:
+        learned = layer.k_raw if layer.operator.learn_k == "network" and is_sharded(layer.k_raw) else None
+        if learned is not None and shared.setdefault(id(layer.operator), learned) is not learned:
+            why = "must share the k of learn_k='network' among its layers, got one that was sharded layer by layer"
+            raise ArgumentError("model", f"{why}: call fully_shard() with the whole model alone, or take 'layer'")
 
 
 def _rotations(module: nn.Module) -> dict[Tensor, str]:

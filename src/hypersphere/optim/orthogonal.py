@@ -16,6 +16,8 @@ from torch.optim.sgd import sgd
 
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.geometry import exact_products, full_precision, in_float64
+from hypersphere.neurons import is_sharded
+from hypersphere.nn.sharding import gathered, local
 from hypersphere.orthogonal.algebra import frobenius, polished
 from hypersphere.orthogonal.maps import orthogonality_error
 
@@ -102,6 +104,9 @@ class OGD(Optimizer):
     captured in a CUDA graph: call :meth:`orthogonalise` between replays.
 
     The state lives on the device, ``lr`` may be a tensor, and a ``GradScaler`` is followed without waiting for it.
+
+    Parameters may be sharded (``fully_shard``): each process takes the steps of its own part, with a state of the same
+    placement. Orthogonal ones have to be cut between matrices, as those of :func:`hypersphere.orthogonal.apply` are.
 
     Args:
         params: Parameters or groups of them. Every option below can be set by group.
@@ -211,10 +216,11 @@ class OGD(Optimizer):
             beyond = [drift for drift in drifts if group["bound"] < drift < float("inf")]
             if not beyond:
                 continue
-            Q, T = torch.linalg.qr(p)
-            drift = orthogonality_error(p)[..., None, None]
+            own = local(p)
+            Q, T = torch.linalg.qr(own)
+            drift = orthogonality_error(own)[..., None, None]
             Q = torch.where(T.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -Q, Q)
-            p.copy_(torch.where((drift > group["bound"]) & drift.isfinite(), Q, p))
+            own.copy_(torch.where((drift > group["bound"]) & drift.isfinite(), Q, own))
             found += len(beyond)
             group["corrections"] += len(beyond)
             if max(beyond) > largest:
@@ -235,32 +241,33 @@ class OGD(Optimizer):
     def _update(self, members: list[Tensor], group: dict[str, Any]) -> None:
         """A step of ordinary parameters, by torch's own fused kernels."""
         states = [self._prepared(p, group) for p in members]
-        gradients = [p.grad for p in members]
+        gradients, members = [_gradient(p) for p in members], [local(p) for p in members]
         options = {name: group[name] for name in ("lr", "weight_decay")} | {"fused": True, "maximize": False}
         options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         if group["form"] == "sgd":
             buffers = [state.get("momentum_buffer") for state in states]
             options |= {name: group[name] for name in ("momentum", "nesterov")}
-            sgd(members, gradients, buffers, dampening=0.0, **options)  # type: ignore[arg-type]
+            sgd(members, gradients, buffers, dampening=0.0, **options)
         else:
             averages, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
             beta1, beta2 = group["betas"]
             options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False}
             options["decoupled_weight_decay"] = group["form"] == "adamw"
-            adam(members, gradients, averages, squares, [], steps, **options)  # type: ignore[arg-type]
+            adam(members, gradients, averages, squares, [], steps, **options)
 
     def _rotate(self, members: list[Tensor], group: dict[str, Any]) -> None:
         """A step of orthogonal parameters, those of one size together."""
         batches = defaultdict(list)
         for p in members:
-            batches[p.device, p.dtype, p.shape[-1], None if p.shape[-1] <= STACK else p].append(p)
+            key = p.device, p.dtype, p.shape[-1], None if p.shape[-1] <= STACK else p
+            batches[key].append((local(p), _gradient(p), self._prepared(p, group)))
         for batch in batches.values():
-            with full_precision(batch[0]), exact_products():
+            with full_precision(batch[0][0]), exact_products():
                 self._turn_batch(batch, group)
 
-    def _turn_batch(self, batch: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._prepared(p, group) for p in batch]
-        U, F = _joined(batch), _joined([p.grad for p in batch if p.grad is not None])
+    def _turn_batch(self, members: list[tuple[Tensor, Tensor, dict[str, Tensor]]], group: dict[str, Any]) -> None:
+        batch, gradients, states = (list(column) for column in zip(*members, strict=True))
+        U, F = _joined(batch), _joined(gradients)
         scale = getattr(self, "grad_scale", None)
         F = F if scale is None else F / scale
         if group["form"] != "sgd":
@@ -307,7 +314,7 @@ class OGD(Optimizer):
         torch._foreach_copy_(targets, shaped)
 
     def _prepared(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter, zero before its first step."""
+        """The state of a parameter, zero before its first step; the own part of it."""
         state: dict[str, Tensor] = self.state[p]
         if group["form"] == "sgd":
             if group["momentum"] and "momentum_buffer" not in state:
@@ -316,12 +323,12 @@ class OGD(Optimizer):
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
             if group["orthogonal"]:
-                state["exp_avg_norm"] = p.new_zeros(p.shape[:-2])
+                state["exp_avg_norm"] = torch.zeros_like(p.detach()[..., 0, 0])
             else:
                 state["exp_avg_sq"] = torch.zeros_like(p)
         elif group["orthogonal"] and "exp_avg_sq" in state:  # as version 0.1 saved it
             state["exp_avg_norm"] = state.pop("exp_avg_sq").sqrt()
-        return state
+        return {name: local(value) for name, value in state.items()}
 
 
 def _skew(U: Tensor, M: Tensor) -> Tensor:
@@ -365,6 +372,15 @@ def _solve(K: Tensor, B: Tensor, norm: float) -> Tensor:
     return torch.linalg.solve_ex(A, B).result
 
 
+def _gradient(p: Tensor) -> Tensor:
+    """The gradient of the part of a parameter that this process holds."""
+    gradient: Any = p.grad
+    if is_sharded(gradient):
+        sharded: Any = p
+        gradient = gradient.redistribute(sharded.device_mesh, sharded.placements)
+    return local(gradient)
+
+
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """All matrices as one batch ``(count, d, d)``."""
     flat = [t.reshape(-1, *t.shape[-2:]) for t in tensors]
@@ -380,7 +396,8 @@ def _drifts(parameters: Sequence[Tensor]) -> list[list[float]]:
     """Orthogonality errors of the matrices in each parameter, waiting for the device once."""
     if not parameters:
         return []
-    errors = [orthogonality_error(p.detach()).flatten() for p in parameters]
+    # All processes look at all matrices, so that they raise, warn and count alike.
+    errors = [gathered(orthogonality_error(local(p)), p).flatten() for p in parameters]
     found = torch.cat([error.to(errors[0]) for error in errors])
     return [piece.tolist() for piece in found.cpu().split([len(error) for error in errors])]
 
@@ -390,6 +407,12 @@ def _check_orthogonal_parameter(name: str, p: Tensor) -> None:
         raise ArgumentError(name, f"must hold square matrices (..., d, d) to be orthogonal, got {tuple(p.shape)}")
     if p.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(name, f"must be float32 or float64, in which a matrix can stay orthogonal, got {p.dtype}")
+    sharded: Any = p
+    placements = zip(sharded.placements, sharded.device_mesh.shape, strict=True) if is_sharded(p) else ()
+    cut = [f"Shard({placement.dim})" for placement, size in placements if size > 1 and placement.is_shard()]
+    if any(f"Shard({axis})" in cut for axis in (p.dim() - 2, p.dim() - 1)):
+        how = "sharded along an axis before these, or left out of fully_shard() (ignored_params)"
+        raise ArgumentError(name, f"must hold matrices (..., d, d) that are {how}, got {cut[0]} of {tuple(p.shape)}")
 
 
 def _check_retraction(retraction: str, iterations: int, cap: float | None) -> None:

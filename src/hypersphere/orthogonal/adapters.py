@@ -21,6 +21,7 @@ import importlib
 import inspect
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ from torch.nn.utils import parametrize
 from hypersphere import neurons, selection
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_count, check_range
 from hypersphere.geometry import at_least_float32, transformed
-from hypersphere.neurons import Layout, is_linear, is_ordinary
+from hypersphere.neurons import Layout, is_linear, is_ordinary, is_sharded, whole
+from hypersphere.nn.sharding import check_unsharded, local, put, settle, writes
 from hypersphere.orthogonal.maps import Map, create
 from hypersphere.orthogonal.rotation import Rotation
 from hypersphere.selection import Choice, Layer, Output, Types
@@ -47,6 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _BOOK = "_book_of_adapters"  # attribute of a model that has adapters
 _SHOWN = 20
+_UNSHARDED_INSTEAD = "use(model, None) lets its base work, and adapter_state_dict(model) gathers what was learned"
 
 
 # ------------------------------------------------------------------------------------------- one adapter
@@ -196,9 +199,10 @@ class Adapter(Rotation):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The weight of the adapted layer; computed in float32 or wider, in the type of ``weight``."""
+        weight = whole(weight)
         vectors = self.rotate(at_least_float32(self.layout.vectors(weight)))
         if self.log_scale is not None:
-            vectors = vectors * self.log_scale.exp().view(vectors.shape[:2]).unsqueeze(-1)
+            vectors = vectors * whole(self.log_scale).exp().view(vectors.shape[:2]).unsqueeze(-1)
         return self.layout.weight(vectors, weight)
 
     def inputs(self, x: Tensor) -> Tensor:
@@ -216,8 +220,9 @@ class Adapter(Rotation):
         """Bring the blocks back into the bound."""
         if self.eps is not None:
             radius = self.eps / math.sqrt(self.free.shape[0] // self.stages)
-            norm = math.sqrt(2) * torch.linalg.vector_norm(at_least_float32(self.free), dim=-1, keepdim=True)
-            self.free.mul_((radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1))
+            free = whole(self.free)
+            norm = math.sqrt(2) * torch.linalg.vector_norm(at_least_float32(free), dim=-1, keepdim=True)
+            put(self.free, free * (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1))
 
 
 # --------------------------------------------------------------------------------------- adapters of a layer
@@ -306,6 +311,8 @@ class _Rotated(nn.Module):
         """The weight as it is rotated; the frozen one is the parameter of this name."""
         try:
             weight, adapter = self._parameters["weight"], self.adapters.working(input_centric=False)
+            if is_sharded(weight) and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):
+                return weight  # fully_shard() and checkpoints ask for the parameter by its name
             return weight if adapter is None or weight is None else adapter(weight)
         except AttributeError as error:  # torch would take it for a missing property, and the frozen weight instead
             raise RuntimeError(str(error)) from error
@@ -488,6 +495,7 @@ def adapt(
         {'0.adapters.default.free': (4, 120)}
     """
     selection.check_model(model)
+    check_unsharded(model, "adapt it before fully_shard()")
     check_choice("method", method, ("oft", "boft"))
     check_choice("cayley", cayley, ("exact", "neumann"))
     check_choice("bias", bias, ("none", "all", "adapter"))
@@ -748,21 +756,30 @@ def list_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _switch(model: nn.Module, book: _Book, name: str | None) -> None:
-    """Let another adapter, or none, be at work; values change hands without a copy into them."""
+    """Let another adapter, or none, be at work; values change hands without a copy into them, of whole parameters."""
     if name == book.active:
         return
+    settle(model)
     own = _own_parameters(model) if book.base or (name is not None and book.extras[name]) else {}
     if book.active is not None:
         for key in book.extras[book.active]:
-            book.extras[book.active][key] = own[key].data
-            own[key].data = book.base.pop(key).to(own[key].device)
+            book.extras[book.active][key] = _exchanged(own[key], book.base.pop(key))
     if name is not None:
         for key, value in book.extras[name].items():
-            book.base[key] = own[key].data
-            own[key].data = value.to(own[key].device)
+            book.base[key] = _exchanged(own[key], value)
     book.active = name
     for layer in adapted_layers(model).values():
         layer.adapters.active = name
+
+
+def _exchanged(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Give a parameter another value; the one that it had."""
+    if is_sharded(parameter):  # whose memory belongs to fully_shard()
+        before = parameter.detach().clone()
+        put(parameter, value)
+        return before
+    before, parameter.data = parameter.data, value.to(parameter.device)
+    return before
 
 
 def use(model: nn.Module, name: str | None) -> None:
@@ -819,6 +836,7 @@ def drop(model: nn.Module, name: str) -> None:
         Linear(in_features=8, out_features=8, bias=True)
     """
     book = _book(model, str(name))  # None is none of them
+    check_unsharded(model, _UNSHARDED_INSTEAD)
     if book.merged is not None:
         raise ArgumentError("model", f"must not be merged, got one with {book.merged!r} in its weights")
     if book.active == name:
@@ -868,13 +886,17 @@ def merge_adapter(model: M, name: str | None = None, *, keep: bool = True) -> M:
             how = "load_adapter(original, *adapter_state_dict(model))"
             raise ArgumentError("model", f"{why}; leave it unmerged, or merge into the one before quantisation: {how}")
     use(model, name)
+    settle(model)
     for layer in layers.values():
         weight, adapter = layer._parameters["weight"], layer.adapters[name]
         training, adapter.training = adapter.training, False  # no dropout
         rotated = adapter(weight)
         adapter.training = training
-        layer.adapters.kept = weight.data.cpu() if keep else None
-        weight.data = rotated
+        layer.adapters.kept = local(weight).to("cpu", copy=is_sharded(weight)) if keep else None
+        if is_sharded(weight):
+            put(weight, rotated)
+        else:
+            weight.data = rotated
     for layer in adapted_layers(model).values():
         layer.adapters.merged = name
     book.merged = name
@@ -898,9 +920,13 @@ def unmerge_adapter(model: nn.Module) -> None:
     layers = [layer for layer in adapted_layers(model).values() if book.merged in layer.adapters]
     if any(layer.adapters.kept is None for layer in layers):
         raise ArgumentError("model", "must have been merged with keep=True: the weights of before are lost")
+    settle(model)
     for layer in layers:
         weight = layer._parameters["weight"]
-        weight.data = layer.adapters.kept.to(weight.device, weight.dtype)
+        if is_sharded(weight):
+            local(weight).copy_(layer.adapters.kept)
+        else:
+            weight.data = layer.adapters.kept.to(weight.device, weight.dtype)
         layer.adapters.kept = None
     for layer in adapted_layers(model).values():
         layer.adapters.merged = None
@@ -918,6 +944,7 @@ def unload(model: M) -> M:
         ('Linear', ['weight', 'bias'])
     """
     book = _book(model)
+    check_unsharded(model, _UNSHARDED_INSTEAD)
     if book.merged is None:
         _switch(model, book, None)
     for layer in list(adapted_layers(model).values()):
@@ -949,6 +976,7 @@ def constrain(model: nn.Module) -> None:
         0.1
     """
     selection.check_model(model)
+    settle(model)
     for module in model.modules():
         if isinstance(module, Adapter):
             module.constrain()
@@ -961,7 +989,7 @@ def adapter_state_dict(model: nn.Module, name: str | None = None) -> tuple[dict[
     """The tensors of an adapter, and the plain configuration that :func:`load_adapter` takes with them.
 
     Tensors are ``<layer>.free``, ``<layer>.log_scale`` and, under their names in the model, those that are trained with
-    the adapter.
+    the adapter. Those of a sharded model are whole: all processes call this, and each gets all of them.
 
     Args:
         model: The model.
@@ -974,9 +1002,9 @@ def adapter_state_dict(model: nn.Module, name: str | None = None) -> tuple[dict[
     """
     name = chosen_name(model, name)
     book = _book(model)
-    state = {key: value.detach() for key, value in _tensors(model, name).items()}
+    state = {key: whole(value.detach()) for key, value in _tensors(model, name).items()}
     own = _own_parameters(model)
-    state |= {k: own[k].detach() if book.active == name else value for k, value in book.extras[name].items()}
+    state |= {k: whole(own[k].detach() if book.active == name else v) for k, v in book.extras[name].items()}
     return state, dict(book.configs[name])
 
 
@@ -1046,6 +1074,8 @@ def load_adapter(
 def save_adapter(model: nn.Module, path: str | PathLike[str], name: str | None = None) -> None:
     """Write an adapter to one safetensors file, its configuration in the file's metadata.
 
+    Of a sharded model all processes call this; the first of them writes, and all go on once the file is there.
+
     Args:
         model: The model.
         path: The file.
@@ -1059,7 +1089,10 @@ def save_adapter(model: nn.Module, path: str | PathLike[str], name: str | None =
     """
     state, config = adapter_state_dict(model, name)
     tensors = {key: value.cpu().contiguous() for key, value in state.items()}
-    safetensors().save_file(tensors, str(path), metadata={"hypersphere_adapter": json.dumps(config)})
+    library, metadata = safetensors(), {"hypersphere_adapter": json.dumps(config)}
+    with writes(model) as here:
+        if here:
+            library.save_file(tensors, str(path), metadata=metadata)
 
 
 def load_adapter_file(model: M, path: str | PathLike[str], *, name: str = "default", **options: Any) -> M:

@@ -21,7 +21,8 @@ from hypersphere.energy.minimise import minimise
 from hypersphere.energy.minimise import refine as minimised
 from hypersphere.errors import ArgumentError, check_choice, check_count, check_range, check_seed
 from hypersphere.geometry import at_least_float32, normalise
-from hypersphere.neurons import Layout
+from hypersphere.neurons import Layout, whole
+from hypersphere.nn.sharding import TAKE_A_WHOLE_ONE, check_unsharded, put, settle
 from hypersphere.orthogonal.adapters import Adapters, adapted_layers
 from hypersphere.orthogonal.algebra import product
 from hypersphere.orthogonal.maps import Map, create, orthogonality_error
@@ -119,6 +120,8 @@ def apply(
         ['0.bias', '0.parametrizations.weight.0.free', '2.weight', '2.bias']
     """
     chosen_map = _map(map, options)
+    selection.check_model(model)
+    check_unsharded(model, "rotate it before fully_shard()")
     if seed is not None:
         check_seed(seed)
     _check(start=start, sides=sides, sampling=sampling, blocks=blocks, gain=gain, sample=sample, init=init, mean=mean)
@@ -346,10 +349,10 @@ def _remember(parts: Sequence[Rotation], weight: Tensor, *, learned: bool) -> No
 def absorb(layer: Rotated) -> None:
     """Let neurons become what they are rotated into; of 16-bit ones those in float32, so that no draw rounds them."""
     parts = layer.parts
-    value = parts.original if parts[0].master is None else parts[0].master
+    value = whole(parts.original) if parts[0].master is None else parts[0].master
     for rotation in parts:
         value = rotation.turned(value)
-    parts.original.copy_(value)
+    put(parts.original, value)
     if parts[0].master is not None:
         parts[0].master.copy_(value)
 
@@ -404,7 +407,7 @@ def cached(model: nn.Module) -> Iterator[None]:
 
     For inference with a model that is not merged, and for several backward passes before a step of the optimiser:
     gradients with respect to the matrices are added up and taken to the unconstrained parameters at the end of the
-    block.
+    block; of a sharded model their mean over the processes.
 
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -414,10 +417,11 @@ def cached(model: nn.Module) -> Iterator[None]:
         >>> model[0].parametrizations.weight[0].free.grad.shape
         torch.Size([1, 3, 3])
     """
+    settle(model)
     together = BatchedRotations(rotation for _, rotation in rotations(model))
     if any(rotation._computed is not None for rotation in together.rotations):
         raise ArgumentError("model", "must not be in its forward pass or in another cached() block")
-    together.compute()
+    together.compute(own=True)
     computed = [rotation.matrices() for rotation in together.rotations]
     versions = [rotation.free._version for rotation in together.rotations]
     leaves: list[Tensor] = []
@@ -455,7 +459,7 @@ def merge(model: M) -> M:
     Classes, names and shapes are those of before :func:`apply`; all parameters are trainable.
 
     Raises:
-        ArgumentError: For a model that has no rotation, for example because it was merged before.
+        ArgumentError: For a model that has no rotation, for example because it was merged before, and a sharded one.
 
     Example:
         >>> model = apply(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -469,6 +473,7 @@ def merge(model: M) -> M:
     layers = rotated(model)
     if not layers:
         raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
+    check_unsharded(model, TAKE_A_WHOLE_ONE)
     by_module: dict[Any, dict[str, Tensor]] = {}
     for layer in layers:
         by_module.setdefault(layer.module, {})[layer.weight] = layer.value.detach().clone()
@@ -532,6 +537,7 @@ def rebase(model: nn.Module, optimiser: torch.optim.Optimizer | None = None) -> 
     if not layers:
         raise ArgumentError("model", "must have a rotated layer, got none (merged before?)")
     check_optimiser(optimiser)
+    settle(model)
     for layer in layers:
         absorb(layer)
         for rotation in layer.parts:
@@ -628,6 +634,8 @@ def _largest(numbers: Iterable[float]) -> float:
 def check(model: nn.Module, *, output: Output = "auto") -> Report:
     """How exact the rotations of a model are, how far they have come, and whether neurons keep their first angles.
 
+    Of a sharded model all processes call this, and each gets the same.
+
     Args:
         model: The model.
         output: The output layer, where :func:`apply` or :func:`~hypersphere.orthogonal.adapt` has not decided it.
@@ -646,11 +654,11 @@ def check(model: nn.Module, *, output: Output = "auto") -> Report:
         parts, layout = module.parametrizations[weight], Layout(module, weight=weight)
         first = parts[0].gram
         if first is None:  # a rotation that was not put there by apply()
-            first = invariants(layout.vectors(parts.original), both=len(parts) > 1)
+            first = invariants(layout.vectors(whole(parts.original)), both=len(parts) > 1)
         drift = _drift(first, layout.vectors(getattr(module, weight)), both=len(parts) > 1)
         for rotation in parts:
             label = f"{name} (outputs)" if rotation.layout.axis == "out" else name
-            rows.append(_row(label, rotation, rotation.layout.vectors(parts.original).shape, drift, roles[name]))
+            rows.append(_row(label, rotation, _shape(rotation.layout), drift, roles[name]))
     adapted = adapted_layers(model)
     for name, module in adapted.items():
         for title, adapter in module.adapters.items():
@@ -672,11 +680,15 @@ def check(model: nn.Module, *, output: Output = "auto") -> Report:
     return Report(tuple(rows), tuple(left))
 
 
+def _shape(layout: Layout) -> tuple[int, int, int]:
+    return layout.groups, layout.n, layout.d
+
+
 def _row(name: str, rotation: Rotation, shape: Sequence[int], drift: float, role: str) -> Row:
     matrices = rotation.matrices()
     error = orthogonality_error(matrices).max()
     if rotation.carried is not None:  # what the next step of training will see
-        used, _ = rotation.map.refine(rotation.free, at_least_float32(rotation.carried))
+        used, _ = rotation.map.refine(whole(rotation.free), at_least_float32(rotation.carried))
         error = torch.maximum(error, orthogonality_error(used).max())
     eye = torch.eye(rotation.block, dtype=matrices.dtype, device=matrices.device)
     moved = (matrices - eye).square().sum((-2, -1)).mean().div(rotation.block).sqrt()
@@ -708,7 +720,7 @@ def retract(model: nn.Module, bound: float = 1e-5, *, scale: bool = True) -> Non
 
     Maps that are invariant to the scale of their unconstrained matrix P continue from P = R, where they are well
     conditioned; warm starts of Newton steps are computed anew where the orthogonality error is beyond ``bound``. Call
-    it every hundred steps or so; it waits for the device.
+    it every hundred steps or so; it waits for the device. Of a sharded model all processes call this.
 
     Args:
         model: The model.
@@ -721,15 +733,17 @@ def retract(model: nn.Module, bound: float = 1e-5, *, scale: bool = True) -> Non
     """
     selection.check_model(model)
     check_range("bound", bound, 0, infinite=True)
+    settle(model)
     found: list[Any] = [part for part in model.modules() if getattr(part, "is_rotation", False)]
     for rotation in found:
-        renewed = scale and rotation.map.retracts
+        free, renewed = whole(rotation.free), scale and rotation.map.retracts
         if renewed:
-            rotation.free.copy_(rotation.map(rotation.free))
+            free = rotation.map(free)
+            put(rotation.free, free)
         if rotation.carried is not None:
-            matrices, _ = rotation.map.refine(rotation.free, at_least_float32(rotation.carried))
+            matrices, _ = rotation.map.refine(free, at_least_float32(rotation.carried))
             if renewed or not bool(orthogonality_error(matrices).max() <= bound):
-                rotation.carried.copy_(rotation.map.warm_start(rotation.free))
+                rotation.carried.copy_(rotation.map.warm_start(free))
 
 
 class Penalty(nn.Module):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hypersphere import selection
 from hypersphere.errors import ArgumentError
+from hypersphere.nn.sharding import writes
 from hypersphere.orthogonal.adapters import (
     adapted_layers,
     adapter_state_dict,
@@ -209,7 +210,8 @@ def to_peft(model: nn.Module, folder: str | PathLike[str], name: str | None = No
     """Write an adapter as a checkpoint of Hugging Face's peft (0.18 or newer), OFT or BOFT.
 
     An OFT adapter that rescales becomes one of BOFT with one factor, which has scales. Without its compiled extension
-    (on a CPU) peft knows butterflies of one factor only, and cannot load others.
+    (on a CPU) peft knows butterflies of one factor only, and cannot load others. Of a sharded model all processes call
+    this, and the first of them writes.
 
     Args:
         model: The model.
@@ -268,10 +270,13 @@ def to_peft(model: nn.Module, folder: str | PathLike[str], name: str | None = No
         "init_weights": True,
     }
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
     tensors = {key: value.cpu().contiguous() for key, value in written.items()}
-    safetensors().save_file(tensors, str(place / _STATE), metadata={"format": "pt"})
-    (place / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    library = safetensors()
+    with writes(model) as here:
+        if here:
+            place.mkdir(parents=True, exist_ok=True)
+            library.save_file(tensors, str(place / _STATE), metadata={"format": "pt"})
+            (place / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_layer(name: str, layer: Any, *, boft: bool) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hypersphere import selection
 from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, exact_products, full_precision, transformed
-from hypersphere.neurons import Layout
+from hypersphere.neurons import Layout, is_sharded, whole
+from hypersphere.nn.sharding import is_wrapped, put
 from hypersphere.orthogonal.maps import Map
 
 
@@ -151,11 +152,13 @@ class Rotation(nn.Module):
     def restart(self) -> None:
         """Compute the warm start of the map anew, for the present parameters."""
         if self.carried is not None:
-            self.carried.copy_(self.map.warm_start(self.free))  # type: ignore[arg-type]
+            self.carried.copy_(self.map.warm_start(whole(self.free)))  # type: ignore[arg-type]
 
     def forward(self, weight: Tensor) -> Tensor:
         """The rotated weight of the layer."""
-        return self.turned(weight if self.master is None else self.master).to(weight.dtype)
+        # What fully_shard() computes with in 16 bits it casts all parameters to, and no buffer, as neurons are.
+        kind = self.free.dtype if self.free.dtype in (torch.float16, torch.bfloat16) else weight.dtype
+        return self.turned(whole(weight) if self.master is None else self.master).to(kind)
 
     def turned(self, weight: Tensor, *, back: bool = False) -> Tensor:
         """A weight with its vectors rotated, or rotated back, in its own type."""
@@ -222,7 +225,7 @@ class Rotation(nn.Module):
     @torch.no_grad()
     def reset(self, index: Tensor | None = None) -> None:
         """Start again from the identity, on other coordinates where an index is given."""
-        self.free.copy_(self.map.start(self.block, batch=(self.free.shape[0],), dtype=self.free.dtype))
+        put(self.free, self.map.start(self.block, batch=(self.free.shape[0],), dtype=self.free.dtype))
         self.restart()
         if index is not None and self.index is not None:
             self.index.copy_(index)
@@ -272,25 +275,30 @@ def fill(parts: Any, keys: Any) -> None:
     parts[0].remember(parts.original, gram="gram" in parts[0].absent, master="master" in parts[0].absent)
 
 
-def compute(rotations: Sequence[Rotation]) -> list[Tensor]:
-    """The matrices of several rotations, those of equal size and map in one batch."""
+def compute(rotations: Sequence[Rotation], *, own: bool = False) -> list[Tensor]:
+    """The matrices of several rotations, those of equal size and map in one batch.
+
+    Args:
+        rotations: The rotations.
+        own: As of :func:`hypersphere.neurons.whole`, for sharded parameters.
+    """
     if torch.compiler.is_compiling():
-        return _compute(rotations, write=True)
+        return _compute(rotations, write=True, own=own)
     if transformed():
-        return _compute(rotations, write=False)  # what they transform must change nothing
+        return _compute(rotations, write=False, own=own)  # what they transform must change nothing
     # Activations may be recomputed in the backward pass, of layers that find their matrices in the forward pass and
     # have to compute them then: what is saved for them is no part of what is recomputed, in either.
     recomputed = torch._C._current_graph_task_id() != -1
     # Detached, or a saved result and what computed it would keep each other alive; torch puts the graph back.
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself):
-        return _compute(rotations, write=not recomputed)
+        return _compute(rotations, write=not recomputed, own=own)
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _compute(rotations: Sequence[Rotation], *, write: bool) -> list[Tensor]:
+def _compute(rotations: Sequence[Rotation], *, write: bool, own: bool) -> list[Tensor]:
     found: dict[Rotation, Tensor] = {}
     alike: dict[tuple[Any, ...], list[Rotation]] = {}
     for rotation in rotations:
@@ -299,7 +307,7 @@ def _compute(rotations: Sequence[Rotation], *, write: bool) -> list[Tensor]:
         key = (rotation.map, rotation.block, rotation.free.device, rotation.free.dtype, warm)
         alike.setdefault(key, []).append(rotation)
     for (map, *_, warm), members in alike.items():
-        free = _joined([rotation.free for rotation in members])
+        free = _joined([whole(rotation.free, own=own) for rotation in members])
         if warm:
             carried = [rotation.carried for rotation in members if rotation.carried is not None]
             matrices, onward = map.refine(free, at_least_float32(_joined(carried)))
@@ -326,7 +334,8 @@ def _write(targets: Sequence[Tensor], values: Tensor) -> None:
 class BatchedRotations:
     """Batched rotations: the matrices of all rotations of a model, computed before and forgotten after a forward pass.
 
-    Layers of equal size are one batch; a layer that is called on its own computes its matrix itself.
+    Layers of equal size are one batch; a layer that is called on its own computes its matrix itself, and so does one
+    that ``fully_shard`` was called with.
 
     Args:
         rotations: The rotations.
@@ -335,12 +344,18 @@ class BatchedRotations:
     def __init__(self, rotations: Iterable[Rotation]) -> None:
         self.rotations = list(rotations)
         self._opened: list[bool] = []
+        self._apart: set[nn.Module] | None = None
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Hook before the forward pass: compute, unless that was done further out."""
         new = all(rotation._computed is None for rotation in self.rotations)
         self._opened.append(new)
         if new:
+            if self._apart is None and self._is_sharded(module):
+                # A part that was sharded by itself has whole parameters for sure in its own forward pass alone, and
+                # gathers the gradients of what was computed there.
+                parts = (part for part in module.modules() if part is not module and is_wrapped(part))
+                self._apart = {inner for part in parts for inner in part.modules()}
             self.compute()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -348,10 +363,20 @@ class BatchedRotations:
         if self._opened and self._opened.pop():
             self.forget()
 
-    def compute(self) -> None:
-        """Compute the matrices of all rotations."""
-        chosen = [rotation for rotation in self.rotations if not rotation.detached]
-        for rotation, matrices in zip(chosen, compute(chosen), strict=True):
+    def _is_sharded(self, module: nn.Module) -> bool:
+        return any(is_sharded(rotation.free) for rotation in self.rotations) or (
+            not torch.compiler.is_compiling() and is_wrapped(module)
+        )
+
+    def compute(self, *, own: bool = False) -> None:
+        """Compute the matrices of all rotations, but for those of layers that have to do it themselves.
+
+        Args:
+            own: As of :func:`compute`.
+        """
+        apart = self._apart or ()
+        chosen = [rotation for rotation in self.rotations if not rotation.detached and rotation not in apart]
+        for rotation, matrices in zip(chosen, compute(chosen, own=own), strict=True):
             rotation._computed = matrices
 
     def forget(self) -> None:

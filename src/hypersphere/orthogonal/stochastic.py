@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, check_count, check_seed
+from hypersphere.neurons import whole
+from hypersphere.nn.sharding import settle
 from hypersphere.orthogonal.apply import SAMPLINGS, absorb, apply, check_optimiser, forget_state, rotated, source
 from hypersphere.orthogonal.rotation import Rotation
 
@@ -51,18 +53,18 @@ class Resampling:
         check_count("every", every)
         check_seed(seed)
         check_optimiser(optimiser)
-        self.every, self.optimiser, self.seed = every, optimiser, seed
+        self.model, self.every, self.optimiser, self.seed = model, every, optimiser, seed
         self.layers = [layer for layer in rotated(model) if any(rotation.sampling for rotation in layer.parts)]
         if not self.layers:
             raise ArgumentError(
                 "model", "must have layers that rotate some coordinates at a time: apply(..., sample=0.25)"
             )
         self.steps = 0
+        settle(model)
         for name, rotation in self._rotated():
             # Where training has not begun, the first round is one of these, too.
-            if torch.equal(
-                rotation.free, rotation.map.start(rotation.block, batch=rotation.free.shape[:1]).to(rotation.free)
-            ):
+            free = whole(rotation.free)
+            if torch.equal(free, rotation.map.start(rotation.block, batch=free.shape[:1]).to(free)):
                 rotation.reset(self._coordinates(name, rotation, 0).unsqueeze(0))
 
     def _rotated(self) -> Iterator[tuple[str, Rotation]]:
@@ -82,6 +84,7 @@ class Resampling:
     def draw(self, number: int) -> None:
         """Begin the round with this number."""
         check_count("number", number, 0)
+        settle(self.model)
         for layer in self.layers:
             absorb(layer)
         for name, rotation in self._rotated():
