@@ -1,7 +1,8 @@
-"""RowSGD against torch's SGD, and the sampling of classes that it is made for."""
+"""RowSGD and RowAdamW against torch's optimisers, and the sampling of classes that they are made for."""
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 
 import hypersphere as hs
 from hypersphere.errors import ArgumentError
-from hypersphere.optim import RowSGD
+from hypersphere.optim import RowAdamW, RowSGD, gather_rows, row_parameters
+from hypersphere.testing import numeric
 
 OPTIONS = [
     {"lr": 0.1},
@@ -195,6 +197,274 @@ def test_closure_and_schedule():
 def test_bad_arguments(options, message):
     with pytest.raises(ArgumentError, match=message):
         RowSGD([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+# ------------------------------------------------------------------------------------------------ RowAdamW
+
+ADAM = [
+    {"lr": 0.1},
+    {"lr": 0.1, "weight_decay": 0.3},
+    {"lr": 0.05, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0},
+    {"lr": 0.05, "betas": (0.0, 0.99)},
+    {"lr": 0.05, "betas": (0.9, 0.0), "weight_decay": 0.1},
+]
+each_adam = pytest.mark.parametrize("options", ADAM, ids=str)
+
+
+class Book:
+    """AdamW by the book for each row by itself: lists of numbers in a dictionary of rows."""
+
+    def __init__(self, values, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        self.rows = {row: [*map(float, numbers)] for row, numbers in enumerate(values)}
+        self.first = {row: [0.0] * 3 for row in self.rows}
+        self.second = {row: [0.0] * 3 for row in self.rows}
+        self.times = dict.fromkeys(self.rows, 0)
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, weight_decay
+
+    def step(self, gradients):
+        one, two = self.betas
+        for row, gradient in gradients.items():
+            self.times[row] += 1
+            for i, g in enumerate(gradient):
+                self.first[row][i] = one * self.first[row][i] + (1 - one) * g
+                self.second[row][i] = two * self.second[row][i] + (1 - two) * g * g
+                m = self.first[row][i] / (1 - one ** self.times[row])
+                v = self.second[row][i] / (1 - two ** self.times[row])
+                w = self.rows[row][i]
+                self.rows[row][i] = w - self.lr * self.decay * w - self.lr * m / (math.sqrt(v) + self.eps)
+
+    def table(self):
+        return torch.tensor([*self.rows.values()], dtype=torch.float64)
+
+
+@each_adam
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_with_all_rows_it_is_adamw(options, kind):
+    mine, theirs = torch.nn.Parameter(table()), torch.nn.Parameter(table())
+    first, second = RowAdamW([mine], **options), torch.optim.AdamW([theirs], **options)
+    for step in range(8):
+        order = torch.randperm(10)
+        mine.grad = gradient(step) if kind == "dense" else sparse(order, gradient(step)[order])
+        theirs.grad = gradient(step)
+        first.step()
+        second.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@each_adam
+def test_rows_are_counted_by_themselves(options):
+    """Random rows, some of them twice, all rows at times and none at others."""
+    parameter, book = torch.nn.Parameter(table()), Book(table().tolist(), **options)
+    optimiser = RowAdamW([parameter], **options)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(30):
+        count = int(torch.randint(8, (), generator=generator))
+        rows, values = torch.randint(10, (count,), generator=generator), gradient(step, count)
+        by_row = {}
+        for row, value in zip(rows.tolist(), values.tolist(), strict=True):
+            by_row[row] = [a + b for a, b in zip(by_row.get(row, [0.0] * 3), value, strict=True)]
+        parameter.grad = sparse(rows, values)
+        if step % 7 == 6:
+            parameter.grad, by_row = gradient(step), dict(enumerate(gradient(step).tolist()))
+        book.step(by_row)
+        optimiser.step()
+        torch.testing.assert_close(parameter.detach(), book.table(), rtol=1e-12, atol=1e-13)
+    state = optimiser.state[parameter]
+    assert state["step"].flatten().tolist() == [*book.times.values()] and len({*book.times.values()}) > 3
+    wanted = torch.tensor([*book.second.values()], dtype=torch.float64)
+    torch.testing.assert_close(state["exp_avg_sq"], wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_that_are_left_out_rest():
+    parameter = torch.nn.Parameter(table())
+    optimiser = RowAdamW([parameter], lr=0.1, weight_decay=0.5)
+    parameter.grad = gradient(0)
+    optimiser.step()
+    before = [parameter.detach().clone(), *(value.clone() for value in optimiser.state[parameter].values())]
+    for rows in (ROWS, torch.tensor([], dtype=torch.int64)):
+        parameter.grad = sparse(rows, gradient(1, len(rows)))
+        optimiser.step()
+    others = torch.ones(10, dtype=torch.bool)
+    others[ROWS] = False
+    for old, new in zip(before, [parameter.detach(), *optimiser.state[parameter].values()], strict=True):
+        assert torch.equal(old[others], new[others]) and not (old[ROWS] == new[ROWS]).any()
+
+
+def test_sparse_adam_differs_by_its_count_alone():
+    """Its moments are the same; it corrects them by the steps of the whole, and adds eps before that."""
+    mine, theirs = torch.nn.Parameter(table()), torch.nn.Parameter(table())
+    first = RowAdamW([mine], lr=0.1, eps=0.0, weight_decay=0.0)
+    second = torch.optim.SparseAdam([theirs], lr=0.1, eps=1e-300)
+    sets = [torch.tensor([0, 1, 2]), torch.tensor([0, 2, 5, 9]), torch.tensor([0, 2, 9]), torch.tensor([0, 7])]
+    times = dict.fromkeys(range(10), 0)
+    for step, rows in enumerate(sets, 1):
+        before = mine.detach().clone(), theirs.detach().clone()
+        mine.grad, theirs.grad = sparse(rows, gradient(step, len(rows))), sparse(rows, gradient(step, len(rows)))
+        first.step()
+        second.step()
+        for row in rows.tolist():
+            times[row] += 1
+            factors = [math.sqrt(1 - 0.999**t) / (1 - 0.9**t) for t in (times[row], step)]
+            moves = [(new - old)[row] for new, old in zip((mine, theirs), before, strict=True)]
+            torch.testing.assert_close(moves[0] / factors[0], moves[1] / factors[1], rtol=1e-10, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=0)  # which is in every set
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("maker", [RowSGD, RowAdamW])
+def test_parameters_of_16_bits_are_updated_in_32(maker, dtype, kind):
+    """Each step is that of float32 from the same numbers, rounded once."""
+    options = {"lr": torch.tensor(0.01), "weight_decay": 0.1} | ({"momentum": 0.9} if maker is RowSGD else {})
+    low = torch.nn.Parameter(table().to(dtype))
+    optimiser = maker([low], **options)
+    rows = torch.arange(10) if kind == "dense" else torch.tensor([2, 7, 2, 4])
+    for step in range(4):
+        high = torch.nn.Parameter(low.detach().float())
+        other = maker([high], **options)
+        other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+        values = gradient(step, len(rows)).to(dtype)
+        for parameter, given in ((low, values), (high, values.float())):
+            parameter.grad = given if kind == "dense" else sparse(rows, given)
+        optimiser.step()
+        other.step()
+        assert low.dtype == dtype and torch.equal(low, high.to(dtype))
+        for name, value in optimiser.state[low].items():
+            assert value.dtype == (torch.float32 if name == "step" else dtype)
+            assert torch.equal(value, other.state[high][name].to(value.dtype))
+    assert not torch.equal(low[2], table()[2].to(dtype)) and low.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@each_adam
+def test_state_of_adam_is_saved_and_restored(options, dtype):
+    first = torch.nn.Parameter(table().to(dtype))
+    optimiser = RowAdamW([first], **options)
+    for step in range(260):  # more than 8 bits count
+        first.grad = sparse(ROWS, gradient(step, 4).to(dtype))
+        optimiser.step()
+    second = torch.nn.Parameter(first.detach().clone())
+    other = RowAdamW([second], lr=9.0)
+    saved = copy.deepcopy(optimiser.state_dict())
+    saved["state"][0]["step"] = saved["state"][0]["step"].double()
+    other.load_state_dict(saved)
+    assert other.state[second]["step"].dtype == torch.float32
+    assert other.state[second]["step"].flatten().tolist() == [260.0 * (row in ROWS) for row in range(10)]
+    for step in range(260, 263):
+        rows = torch.tensor([1, step % 10])
+        first.grad, second.grad = (sparse(rows, gradient(step, 2).to(dtype)) for _ in range(2))
+        optimiser.step()
+        other.step()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("maker", [RowSGD, RowAdamW])
+def test_rates_are_tensors_that_a_schedule_fills(maker):
+    numbers, tensors = torch.nn.Parameter(table()), torch.nn.Parameter(table())
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    first, second = maker([numbers], lr=0.5, weight_decay=0.1), maker([tensors], lr=rate, weight_decay=0.1)
+    for step, factor in enumerate((0.5, 0.125, 0.0)):
+        first.param_groups[0]["lr"] = factor
+        rate.fill_(factor)
+        for parameter in (numbers, tensors):
+            parameter.grad = sparse(ROWS, gradient(step, 4))
+        before = tensors.detach().clone()
+        first.step()
+        second.step()
+        torch.testing.assert_close(numbers, tensors, rtol=1e-14, atol=0)
+    assert torch.equal(tensors, before) and second.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("maker", [RowSGD, RowAdamW])
+@pytest.mark.parametrize("shape", [(), (4,), (4, 2, 3), (0, 3)], ids=str)
+def test_parameters_of_any_shape(maker, shape):
+    values = torch.randn(shape, dtype=torch.float64)
+    mine, theirs = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
+    first = maker([mine], lr=0.1, weight_decay=0.1)
+    second = {RowSGD: torch.optim.SGD, RowAdamW: torch.optim.AdamW}[maker]([theirs], lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        mine.grad = torch.randn(shape, dtype=torch.float64)
+        theirs.grad = mine.grad.clone()
+        if len(shape) > 1 and shape[0]:
+            mine.grad = mine.grad.to_sparse(1)
+        first.step()
+        second.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("maker", [RowSGD, RowAdamW])
+def test_a_step_with_sparse_gradients_waits_for_nothing(maker):
+    options = {"momentum": 0.9} if maker is RowSGD else {}
+    head = hs.losses.CosFace(4, 50, s=16.0, sample_rate=0.2, sparse=True)
+    optimiser = maker(head.parameters(), lr=torch.tensor(0.1), **options)
+    head(torch.randn(6, 4), torch.arange(6)).backward()
+    assert not head.weight.grad.is_coalesced()
+    with numeric.Host():
+        optimiser.step()
+
+
+@pytest.mark.parametrize("maker", [RowSGD, RowAdamW])
+def test_gradients_that_are_not_of_rows_change_nothing(maker):
+    first, second = torch.nn.Parameter(table()), torch.nn.Parameter(table())
+    first.grad, second.grad = gradient(0), gradient(1).to_sparse()
+    with pytest.raises(
+        ArgumentError, match=r"^params must have dense .* of whole rows, got one of 2 sparse dimensions$"
+    ):
+        maker([first, second]).step()
+    assert torch.equal(first, table())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -0.1}, r"^lr must be at least 0, got -0\.1$"),
+        ({"betas": (0.9, 1.0)}, r"^betas must be two numbers of at least 0 and below 1, got \(0\.9, 1\.0\)$"),
+        ({"betas": (-0.1, 0.9)}, r"^betas must be two numbers"),
+        ({"betas": 0.9}, r"^betas must be two numbers of at least 0 and below 1, got 0\.9$"),
+        ({"eps": -1e-8}, r"^eps must be at least 0, got -1e-08$"),
+        ({"weight_decay": -1.0}, r"^weight_decay must be at least 0, got -1\.0$"),
+    ],
+)
+def test_bad_arguments_of_adam(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        RowAdamW([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_closure_of_adam():
+    parameter = torch.nn.Parameter(torch.tensor([2.0]))
+    optimiser = RowAdamW([parameter], lr=0.25, weight_decay=0.0)
+
+    def closure():
+        optimiser.zero_grad()
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimiser.step(closure) == 4.0 and optimiser.step() is None
+    optimiser.zero_grad()
+    assert parameter.grad is None and parameter.item() < 1.51
+
+
+def test_parameters_with_sparse_gradients_by_name():
+    head = hs.losses.CosFace(4, 50, sample_rate=0.2, sparse=True)
+    model = torch.nn.ModuleDict({"body": torch.nn.Embedding(9, 4), "rows": torch.nn.Embedding(9, 4, sparse=True)})
+    model["head"] = head
+    assert row_parameters(model) == {"rows.weight": model["rows"].weight, "head.weight": head.weight}
+    model["rows"].weight.requires_grad_(False)
+    model["again"] = head
+    assert [*row_parameters(model)] == ["head.weight"]
+    assert row_parameters(hs.losses.CosFace(4, 50, sample_rate=0.2)) == {}
+
+
+def test_a_single_process_gathers_its_own_rows():
+    rows, plain, none = (torch.nn.Parameter(table()) for _ in range(3))
+    given = sparse(torch.tensor([7, 2, 7]), gradient(0, 3))
+    rows.grad, plain.grad = given, gradient(1)
+    gather_rows(iter([rows, plain, none]))
+    assert rows.grad.is_coalesced() and rows.grad.indices().tolist() == [[2, 7]]
+    assert torch.equal(rows.grad.to_dense(), given.to_dense())
+    assert torch.equal(plain.grad, gradient(1)) and none.grad is None
+    gather_rows([])
 
 
 # ------------------------------------------------------------------------------------------------ sampling

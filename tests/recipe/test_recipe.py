@@ -229,9 +229,9 @@ TOP = (
             id="no single loss",
         ),
         pytest.param(
-            "loss:\n  name: cosface\n  sample_rate: 0.5\n  sparse: true\n",
-            4,
-            "loss.sparse must be false",
+            "loss:\n  name: cosface\n  sample_rate: 0.5\n  sparse: true\noptimiser:\n  name: adam\n",
+            6,
+            "optimiser.name must be one of sgd, adamw for loss.sparse=true, got 'adam'",
             id="sparse gradient",
         ),
         pytest.param(

@@ -2,6 +2,6 @@
 
 from hypersphere.optim.groups import Rule, parameter_groups
 from hypersphere.optim.orthogonal import OGD, cayley_step
-from hypersphere.optim.rows import RowSGD
+from hypersphere.optim.rows import RowAdamW, RowSGD, gather_rows, row_parameters
 
-__all__ = ["OGD", "RowSGD", "Rule", "cayley_step", "parameter_groups"]
+__all__ = ["OGD", "RowAdamW", "RowSGD", "Rule", "cayley_step", "gather_rows", "parameter_groups", "row_parameters"]

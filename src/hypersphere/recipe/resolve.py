@@ -9,6 +9,7 @@ import pydantic
 from pydantic import BaseModel, RootModel
 
 from hypersphere.errors import ArgumentError
+from hypersphere.optim.rows import BY_NAME
 from hypersphere.recipe.explain import Location, RecipeError, describe, explain
 from hypersphere.recipe.part import Part, member_registry, options_model
 from hypersphere.recipe.schema import Recipe, recipe_type
@@ -82,9 +83,9 @@ def _contradictions(recipe: Recipe, places: Mapping[Location, str]) -> list[str]
     if recipe.loss.options.get("reduction") == "none":
         message = "must be 'mean' or 'sum' for training, which needs one number, got 'none'"
         found.append((("loss", "reduction"), message))
-    if recipe.loss.options.get("sparse"):
-        message = "must be false: the trainer's optimisers take dense gradients (hypersphere.optim.RowSGD takes both)"
-        found.append((("loss", "sparse"), message))
+    if recipe.loss.options.get("sparse") and recipe.optimiser.name not in BY_NAME:
+        message = f"must be one of {', '.join(BY_NAME)} for loss.sparse=true, got {recipe.optimiser.name!r}"
+        found.append((("optimiser", "name"), message))
     for section in recipe.sections().values():
         found += section.mistakes(recipe)
     return [describe(places, location, text) for location, text in found]
