@@ -86,6 +86,7 @@ def mutations(head):
     yield "add_classes: labels alone", lambda: head.add_classes(2, None, Y)
     for margin, size in itertools.product(head.margin_names, BAD_MARGINS):
         yield f"set_margin({margin}={size})", lambda margin=margin, size=size: head.set_margin(**{margin: size})
+    yield "shard without processes", head.shard
     yield "set_margin of another name", lambda: head.set_margin(nothing=1.0)
     now = dict.fromkeys(head.margin_names, (0.1, 0.2) if type(head) is hs.losses.MagFace else 1.0)
     yield "set_margin, of which one is good", lambda: head.set_margin(**now, nothing=1.0)
@@ -109,13 +110,14 @@ def test_what_is_refused_changes_nothing(name):
 
 def test_no_method_that_changes_a_head_is_forgotten():
     """The walk above calls all methods of heads but those that take nothing or change nothing."""
-    called = {"add_classes", "forward", "init_centres", "set_margin"}
+    called = {"add_classes", "forward", "init_centres", "set_margin", "shard"}
     takes_nothing = {"reset_parameters", "advance", "schedules", "offset", "typical_norm", "details", "extra_repr"}
+    takes_nothing |= {"unshard"}
     reads = {"annealing", "check", "check_margins", "class_bias", "cosines", "eta", "logits", "margin_bounds", "psi"}
     reads |= {"margin_logits", "margin_size", "margin_sizes", "path_for", "penalty", "plain_value", "rotated", "slope"}
-    reads |= {"rule_parameters", "sample", "sample_loss", "scale", "target_bias", "target_cosines", "rotated_weight"}
-    reads |= {"clean", "dominant_weight"}
-    of_a_step = {"compared", "make_unit", "moved"}  # of a batch that was checked
+    reads |= {"rule_parameters", "sample", "sample_loss", "scale", "target_cosines", "target_vectors", "rotated_weight"}
+    reads |= {"clean", "dominant_weight", "own_bias", "centres_of"}
+    of_a_step = {"compared", "make_unit", "moved", "whole_batch"}  # of a batch that was checked
     found = set()
     for kind in {type(build(name)) for name in NAMES} | {HeadState, MarginSoftmax}:
         own = (base for base in kind.__mro__ if base.__module__.startswith("hypersphere."))

@@ -37,6 +37,8 @@ class Batch(NamedTuple):
     """Counts of the schedules in a training step; ``None`` outside of training."""
     annealing: Tensor | None = None
     """Weight of the plain function against the margin, where there is an annealer."""
+    part: Tensor | None = None
+    """``(B, D)`` the features once more, where classes lie on several processes: for what each has of its own."""
 
     @classmethod
     def of(

@@ -31,6 +31,7 @@ from hypersphere.losses.objective import (
 )
 from hypersphere.losses.registry import HeadType, losses
 from hypersphere.losses.schedules import LambdaAnnealer, Schedule
+from hypersphere.losses.sharding import whole
 from hypersphere.losses.spec import HeadSpec
 from hypersphere.losses.state import HeadState, Kept, MarginSize
 from hypersphere.losses.streaming import ClassProblem, class_cosines, own_rows, scaled, target_angles
@@ -80,6 +81,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     ``takes_soft_labels``   whether labels may be soft
     ``softmax_scale``       whether a constant scale bounds the probability that can be reached
     ``narrow_buffers``      buffers that follow the head into 16 bit
+    ``class_rows``          tensors with rows for classes, which :meth:`shard` divides among processes
     ``shared_options``      options of this class that recipes may give beside the subclass' own
     ======================= ==========================================================================
 
@@ -151,7 +153,6 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
     }
     loss_factor: float = 1.0
     softmax_scale: ClassVar[bool] = True
-    takes_soft_labels: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -296,7 +297,9 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         ``"dense"`` holds all logits of a batch at once, ``"compiled"`` does so in code made by ``torch.compile`` (at
         the first batch), ``"chunked"`` never does. ``"auto"`` chose by the number of classes and the device.
         """
-        return self.path_for(max(int(self.classes * self.spec.sample_rate), 1) if self.training else self.classes)
+        shards = self.shards
+        classes = self.classes if shards is None else -(-self.classes // shards.size)
+        return self.path_for(max(int(classes * self.spec.sample_rate), 1) if self.training else classes)
 
     def path_for(self, compared: int) -> str:
         """The path for a comparison with this many classes."""
@@ -311,20 +314,36 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         """Cosines to every class weight: ``(B, D) -> (B, C)``, in float32 or wider."""
         check_features(features, self.dim)
         with full_precision(features):
-            return class_cosines(normalise(self.rotated(features)), self.weight, self.subcentres)
+            return self._products(normalise(self.rotated(features)))
+
+    def _products(self, units: Tensor, unit: bool = True) -> Tensor:
+        """Products of ``(B, D)`` directions with every class, the closest sub-centre of each: ``(B, C)``."""
+        shards = self.shards
+        if shards is None:
+            return class_cosines(units, self.weight, self.subcentres, unit)
+        with torch.no_grad():
+            sizes = [len(units)] * shards.size
+            if not self.equal_batches:
+                sizes = shards.all(torch.tensor(len(units), device=units.device)).tolist()
+            every = class_cosines(shards.gathered(units, sizes), self.own_weight, self.subcentres, unit)
+            return shards.of_all_classes(every).split(sizes)[shards.rank].contiguous()
 
     def logits(self, features: Tensor) -> Tensor:
-        """Scores without margin, for prediction: ``(B, D) -> (B, C)``, in float32 or wider."""
+        """Scores without margin, for prediction: ``(B, D) -> (B, C)``, in float32 or wider.
+
+        Of a head whose classes lie on several processes (:meth:`shard`) all of these call it, each with a batch of its
+        own, and there is no gradient.
+        """
         check_features(features, self.dim)
         with full_precision(features):
             x = self.rotated(features)
             if not self.spec.unit_weights:
-                bias = self.class_bias(x.dtype)
-                if self.spec.s is None:
+                bias = None if self.bias is None else whole(self.bias).to(x.dtype)
+                if self.spec.s is None and self.shards is None and self.subcentres == 1:
                     return F.linear(x, self.weight.to(x.dtype), bias)
-                products = class_cosines(normalise(x), self.weight, self.subcentres, unit=False)
+                products = self._products(normalise(x), unit=False)
                 return scaled(products, self.scale(norm(x)), None, bias)
-            cosines = class_cosines(normalise(x), self.weight, self.subcentres)
+            cosines = self._products(normalise(x))
             return scaled(self.spec.g.of_cosine(cosines), self.scale(norm(x)), None, None)
 
     def margin_logits(self, features: Tensor, labels: Tensor) -> Tensor:
@@ -334,16 +353,18 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             x = self.rotated(features)
             batch = Batch.of(x, labels, annealing=self.annealing(None, x.dtype))
             dtype, place, unit = batch.units.dtype, labels.unsqueeze(1), self.spec.unit_weights
-            cosines = class_cosines(batch.units, self.weight, self.subcentres, unit)
+            weight = whole(self.weight)
+            cosines = class_cosines(batch.units, weight, self.subcentres, unit)
             sizes, scale = self.margin_sizes(batch), self.scale(batch.norms)
-            added = Added(self.offset(), self.class_bias(dtype))
+            added = Added(self.offset(), None if self.bias is None else whole(self.bias).to(dtype))
             plain = cosines.gather(1, place).squeeze(1)
-            length = None if self.spec.unit_weights else norm(self.weight.to(dtype))[labels]
+            length = None if self.spec.unit_weights else norm(weight.to(dtype))[labels]
             angles = None
             if takes_angle(self, sizes):
-                own = ClassProblem(batch.units, self.weight, labels, scale, subcentres=self.subcentres, unit=unit)
-                angles = target_angles(x, self.weight[own_rows(own)]).to(dtype)
-            target = target_logits(self, batch, plain, length, scale, sizes, added, angles) + self.target_bias(batch)
+                own = ClassProblem(batch.units, weight, labels, scale, subcentres=self.subcentres, unit=unit)
+                angles = target_angles(x, weight[own_rows(own)]).to(dtype)
+            target = target_logits(self, batch, plain, length, scale, sizes, added, angles)
+            target = target if added.bias is None else target + added.bias[labels]
             logits = negative_logits(self, cosines, scale, self.rule_parameters(batch, sizes, plain), added)
             return logits.scatter(1, place, target.unsqueeze(1))
 
@@ -390,7 +411,11 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Loss of a batch: ``(B, D), (B,)`` or ``(B, C) -> ()``; 0 for an empty batch."""
-        self.check(features, labels, self.takes_soft_labels and self.spec.soft_labels)
+        shards, part, own = self.shards, None, slice(None)
+        if shards is None:
+            self.check(features, labels, self.takes_soft_labels and self.spec.soft_labels)
+        else:
+            features, part, labels, own = self.whole_batch(shards, features, labels)
         steps = self.advance() if self.training else None
         low = _low_precision(features)  # before autocast is switched off for everything but the products
         path = self.path
@@ -399,7 +424,9 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         with full_precision(features):
             if self.rotation is not None:  # outside of compiled code, which gains nothing there
                 features = self.rotated(features)
-            return (_compiled(self) if compiled else _loss)(self, features, labels, steps, low)
+                part = None if shards is None else shards.entered(features)[0]
+            loss = (_compiled(self) if compiled else _loss)(self, features, labels, steps, low, part)
+        return loss if shards is None or loss.dim() == 0 else shards.own_losses(loss, own)
 
     def extra_repr(self) -> str:
         """Sizes, scale, margin, what differs from the defaults, and the path."""
@@ -417,9 +444,13 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def _loss(head: MarginSoftmax, features: Tensor, labels: Tensor, steps: Steps, low: bool) -> Tensor:
+def _loss(
+    head: MarginSoftmax, features: Tensor, labels: Tensor, steps: Steps, low: bool, part: Tensor | None = None
+) -> Tensor:
     x = at_least_float32(features)
     batch = Batch.of(x, labels, head.ignore_index, steps, head.annealing(steps, x.dtype))
+    if part is not None:
+        batch = batch._replace(part=at_least_float32(part))
     return reduced(*sample_losses(head, batch, low), head.spec.reduction)
 
 

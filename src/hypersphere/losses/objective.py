@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hypersphere.geometry import norm, transformed
+from hypersphere.geometry import norm, normalise, transformed
 from hypersphere.losses.batch import Batch
 from hypersphere.losses.negatives import Negatives
 from hypersphere.losses.spec import HeadSpec
@@ -58,27 +58,36 @@ def sample_losses(head: MarginSoftmax, batch: Batch, low_precision: bool = False
 
 def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]:
     """Of one target each."""
-    spec, caffe = head.spec, head.imitates_caffe
-    sizes, (weight, columns, bias, class_weights) = head.margin_sizes(batch), head.compared(batch)
+    spec, caffe, shards = head.spec, head.imitates_caffe, head.shards
+    sizes, compared = head.margin_sizes(batch), head.compared(batch)
+    bias, columns = compared.bias, compared.columns
     added = Added(head.offset(), bias)
-    units, scale = _factors(head, batch, added)
+    _, scale = _factors(head, batch, added)
+    seen, offset, reach = _seen(head, batch, added, scale)
+    units, _ = _factors(head, seen, added)
     parameters = head.rule_parameters(batch, sizes)
     problem = ClassProblem(
         units,
-        weight,
+        compared.weight,
         columns,
-        scale,
+        reach,
         spec.negatives,
         parameters,
-        *added,
+        offset,
+        bias,
         spec.subcentres,
         unit=spec.unit_weights and not head.keeps_unit_weights,
         total=spec.label_smoothing > 0 and not spec.all_logits,
-        class_weights=class_weights,
+        class_weights=compared.class_weights,
         low=low,
-        features=batch.features if takes_angle(head, sizes) and not caffe else None,
+        features=seen.features if takes_angle(head, sizes) and not caffe else None,
     )
     found = class_statistics(problem, chunked=head.path == "chunked")
+    target_bias = None
+    if bias is not None:
+        target_bias = bias[problem.rows] if len(bias) else torch.zeros_like(found.target)
+    if shards is not None:
+        found, target_bias = shards.put_together(found, columns, target_bias, softmax=spec.negatives.softmax)
     if caffe:
         target = _caffe_target(head, batch, found.target, scale, sizes, added)
     else:
@@ -88,13 +97,13 @@ def _hard(head: MarginSoftmax, batch: Batch, low: bool) -> tuple[Tensor, Tensor]
             product = _within(product)
             angles = None if angles is None else _of_product(angles, product)
         target = target_logits(head, batch, product, length, scale, sizes, added, angles)
-    target, total = target if bias is None else target + bias[columns], found.total
+    target, total = target if target_bias is None else target + target_bias, found.total
     if spec.all_logits:
-        cosines = class_cosines(units, weight, spec.subcentres, problem.unit)
-        logits = negative_logits(head, cosines, scale, parameters, added)
+        cosines = _of_all(head, class_cosines(units, compared.weight, spec.subcentres, problem.unit))
+        logits = negative_logits(head, cosines, scale, parameters, added._replace(bias=_every_bias(head, bias)))
         total = _floored_total(head, logits, found.negatives, target, _is_target(batch.labels, logits))
-    own = None if class_weights is None else class_weights[columns]
-    values = _weighted(head, batch, (found.reduced, total, target), own, class_weights, problem.classes, found.top)
+    own = None if head.class_weights is None else head.class_weights.to(scale.dtype)[batch.labels]
+    values = _weighted(head, batch, (found.reduced, total, target), own, compared.every, compared.number, found.top)
     counts = torch.ones_like(values) if own is None else own
     if batch.valid is None:
         return values, counts
@@ -125,18 +134,51 @@ def _factors(head: MarginSoftmax, batch: Batch, added: Added) -> tuple[Tensor, T
     return batch.features / size.unsqueeze(1), size
 
 
+def _seen(head: MarginSoftmax, batch: Batch, added: Added, scale: Tensor) -> tuple[Batch, Tensor | None, Tensor]:
+    """A batch, the offset and the scale as the classes of this process see them.
+
+    Where these are not all classes, their gradients are parts of the whole, which are summed up on the way back.
+    """
+    shards, offset = head.shards, added.offset
+    if shards is None:
+        return batch, offset, scale
+    assert batch.part is not None
+    seen = batch._replace(features=batch.part, units=normalise(batch.part))
+    if offset is None:
+        return seen, None, shards.entered(scale)[0]
+    offset, scale = shards.entered(offset, scale)
+    return seen, offset, scale
+
+
+def _of_all(head: MarginSoftmax, values: Tensor) -> Tensor:
+    """Columns of all classes, of those of this process."""
+    shards = head.shards
+    return values if shards is None else shards.of_all_classes(values)
+
+
+def _every_bias(head: MarginSoftmax, bias: Tensor | None) -> Tensor | None:
+    """Biases of all classes, of those of this process."""
+    return None if bias is None else _of_all(head, bias.unsqueeze(0)).squeeze(0)
+
+
 def _soft(head: MarginSoftmax, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of shares of all classes."""
     spec, dtype = head.spec, batch.units.dtype
-    added = Added(head.offset(), head.class_bias(dtype))
-    units, scale = _factors(head, batch, added)
+    added = Added(head.offset(), _every_bias(head, head.own_bias(dtype)))
+    _, scale = _factors(head, batch, added)
+    seen = _seen(head, batch, added, scale)[0]
+    units, weight = _factors(head, seen, added)[0], head.own_weight
     raw = head.keeps_unit_weights
-    cosines = class_cosines(units, head.weight, spec.subcentres, spec.unit_weights and not raw)
+    cosines = _of_all(head, class_cosines(units, weight, spec.subcentres, spec.unit_weights and not raw))
     cosines = _within(cosines) if raw else cosines
     sizes = {name: _column(value) for name, value in head.margin_sizes(batch).items()}
     parameters = head.rule_parameters(batch, sizes, cosines)
-    length = None if spec.unit_weights else norm(head.weight.to(dtype))
-    angles = class_angles(batch.units, head.weight, spec.subcentres) if takes_angle(head, sizes) else None
+    length = None if spec.unit_weights else norm(weight.to(dtype))
+    if length is not None and spec.subcentres == 1:  # of several no margin asks for it
+        length = _of_all(head, length.unsqueeze(0)).squeeze(0)
+    angles = None
+    if takes_angle(head, sizes):
+        angles = _of_all(head, class_angles(seen.units, weight, spec.subcentres))
     angles = _of_product(angles, cosines) if raw and angles is not None else angles
     target = target_logits(head, batch, cosines, length, scale.unsqueeze(1), sizes, added, angles)
     if added.bias is not None:
@@ -340,7 +382,7 @@ def _caffe_target(
     margin = head.spec.psi
     fixed = {name: v.detach() if isinstance(v, Tensor) else v for name, v in sizes.items()}
     with torch.no_grad():
-        vectors = head.weight.unflatten(0, (-1, head.subcentres))[batch.labels].to(batch.units.dtype)
+        vectors = head.target_vectors(batch)
         closest = (vectors * batch.units.unsqueeze(1)).sum(2).argmax(1)
         own = vectors[torch.arange(len(vectors), device=vectors.device), closest]
         cosines, angles = product.clamp(-1, 1), None

@@ -20,6 +20,7 @@ from hypersphere.losses.processes import own_share, whole_batch
 from hypersphere.losses.registry import losses
 from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
+from hypersphere.losses.sharding import Compared, Shards, divided, local, mesh_for, whole
 from hypersphere.losses.spec import HeadSpec
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
@@ -55,6 +56,11 @@ class HeadState(nn.Module):
     """Whether what a training step learns of its batch (running means and centres) is that of the batches of all
     processes of ``torch.distributed``, as where the head is replicated; ``False`` where each has a head of its own, or
     calls it alone."""
+    takes_soft_labels: ClassVar[bool] = True
+    equal_batches: bool = False
+    """Whether all processes of a sharded head give batches of one size and type; see :meth:`shard`."""
+    class_rows: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    """What has rows for the classes and may be large: it is divided among processes."""
     narrow_buffers: ClassVar[tuple[str, ...]] = ()
     """Buffers that follow the head into 16 bit; others (margins, running statistics) would lose digits they need."""
 
@@ -214,14 +220,16 @@ class HeadState(nn.Module):
         """The biases, ``(C,)``, where there are any."""
         return None if self.bias is None else self.bias.to(dtype)
 
-    def target_bias(self, batch: Batch) -> Tensor | float:
-        """The biases of the targets, ``(B,)``, or 0."""
-        return 0.0 if self.bias is None else self.bias.to(batch.units.dtype)[batch.labels]
+    def target_vectors(self, batch: Batch) -> Tensor:
+        """Weight vectors of the targets ``(B, subcentres, D)``, in the type of the features, without gradient."""
+        shards, rows = self.shards, self.own_weight.detach().unflatten(0, (-1, self.subcentres))
+        if shards is None:
+            return rows[batch.labels].to(batch.units.dtype)
+        return shards.chosen(rows, shards.columns(batch.labels)).to(batch.units.dtype)
 
     def target_cosines(self, batch: Batch) -> Tensor:
         """Cosines to the targets ``(B,)``, without gradient."""
-        rows = normalise(self.weight.detach().unflatten(0, (-1, self.subcentres))[batch.labels].to(batch.units.dtype))
-        return (batch.units.detach().unsqueeze(1) * rows).sum(2).amax(1)
+        return (batch.units.detach().unsqueeze(1) * normalise(self.target_vectors(batch))).sum(2).amax(1)
 
     def _checked_class_weights(self, weights: list[float] | Tensor | None) -> Tensor | None:
         if weights is None:
@@ -272,8 +280,8 @@ class HeadState(nn.Module):
     def rotated_weight(self) -> Tensor:
         """The class weights as they act on features, ``(C * subcentres, D)``."""
         if not isinstance(self.rotation, ClassRotation):
-            return self.weight.detach()
-        return self.rotation.vectors(self.weight).to(self.weight.dtype)
+            return whole(self.weight.detach())
+        return self.rotation.vectors(whole(self.weight.detach())).to(self.weight.dtype)
 
     @property
     def class_vectors(self) -> Tensor:
@@ -284,22 +292,33 @@ class HeadState(nn.Module):
         weight = self.rotated_weight()
         return weight if self.subcentres == 1 else spherical_mean(weight.unflatten(0, (-1, self.subcentres)))
 
-    def compared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Weights that a batch is compared with, the targets' places among them, biases and class weights."""
-        spec, dtype = self.spec, batch.units.dtype
-        class_weights = None if self.class_weights is None else self.class_weights.to(dtype)
+    def compared(self, batch: Batch) -> Compared:
+        """The classes that a batch is compared with, those of this process where they lie on several."""
+        spec, dtype, shards = self.spec, batch.units.dtype, self.shards
+        weight, bias, labels = self.own_weight, self.own_bias(dtype), batch.labels
+        every = None if self.class_weights is None else self.class_weights.to(dtype)
+        class_weights, columns = every, labels
+        if shards is not None:
+            first, last = shards.classes
+            class_weights, columns = None if every is None else every[first:last], shards.columns(labels)
         if not self.training or spec.sample_rate == 1:
-            return self.weight, batch.labels, self.class_bias(dtype), class_weights
-        rows = self.sample(batch.labels, valid=batch.valid)
-        bias = None if self.bias is None else self.bias.to(dtype)[rows]
+            return Compared(weight, columns, bias, class_weights, every, self.classes)
+        sampled = rows = self.sample(labels, valid=batch.valid)
+        every = None if every is None else every[sampled]
+        inside = None if shards is None else columns >= 0
+        if shards is not None:
+            rows = sampled[(sampled >= first) & (sampled < last)] - first
+        columns = torch.searchsorted(rows, columns).clamp(max=max(len(rows) - 1, 0))
+        columns = columns if inside is None else torch.where(inside, columns, -1)
+        bias = None if bias is None else bias[rows]
         class_weights = None if class_weights is None else class_weights[rows]
         vectors = rows
         if spec.subcentres > 1:
             places = torch.arange(spec.subcentres, device=rows.device)
             vectors = (rows.unsqueeze(1) * spec.subcentres + places).flatten()
         # The dense gradient by a plain addition of rows: that of an embedding may wait for the device.
-        weight = F.embedding(vectors, self.weight, sparse=True) if spec.sparse else self.weight.index_select(0, vectors)
-        return weight, torch.searchsorted(rows, batch.labels).clamp(max=len(rows) - 1), bias, class_weights
+        weight = F.embedding(vectors, weight, sparse=True) if spec.sparse else weight.index_select(0, vectors)
+        return Compared(weight, columns, bias, class_weights, every, len(sampled))
 
     @property
     def imitates_caffe(self) -> bool:
@@ -324,7 +343,95 @@ class HeadState(nn.Module):
             with torch.no_grad():
                 self.weight.copy_(normalise(self.weight))
         else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
-            self.weight.data.copy_(normalise(self.weight.data))
+            rows = local(self.weight.data)
+            rows.copy_(normalise(rows))
+
+    # -------------------------------------------------------------------------------------------- several processes
+
+    @property
+    def shards(self) -> Shards | None:
+        """How the classes lie over processes; ``None`` where each has all of them."""
+        return Shards.of(self.weight, self.subcentres)
+
+    @property
+    def own_weight(self) -> Tensor:
+        """Weight vectors of the classes of this process, whole classes: all of them unless :meth:`shard` was called."""
+        shards = self.shards
+        return self.weight if shards is None else shards.own_classes(local(self.weight))
+
+    def own_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Biases of the classes of this process, where there are any."""
+        if self.bias is None or self.shards is None:
+            return self.class_bias(dtype)
+        if self.subcentres == 1:
+            return local(self.bias).to(dtype)
+        from torch.distributed.tensor import Partial  # noqa: PLC0415 - slow to import
+
+        first, last = self.shards.classes
+        every: Any = self.bias
+        return every.full_tensor(grad_placements=[Partial()])[first:last].to(dtype)
+
+    def whole_batch(self, shards: Shards, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
+        """The batches of all processes as one: features twice (:meth:`Shards.batch`), labels, and which are our own."""
+        if self.equal_batches:
+            self.check(features, labels, self.takes_soft_labels and self.spec.soft_labels)
+            sizes = [len(features)] * shards.size
+        else:
+            sizes = shards.agreed(self, features, labels)
+        start = sum(sizes[: shards.rank])
+        return *shards.batch(features, labels, sizes), slice(start, start + sizes[shards.rank])
+
+    def shard(self, mesh: Any = None, *, equal_batches: bool = False) -> Self:
+        r"""Divide the classes among processes, each of which then keeps and trains ``C / P`` of them.
+
+        Every process calls the head with a batch of its own, of any size; loss, gradients and what the head learns of
+        its batch are those of one process with all the batches. The loss is the same on every process. The gradient
+        that reaches the features is P times that of the loss, because data-parallel models (DDP, FSDP2) divide by P;
+        ``reduction="none"`` gives the losses of the process' own batch, each of which counts ``1 / P``.
+
+        Values are those that process 0 has. ``weight`` becomes a new parameter, a ``DTensor`` of the shape ``(C, D)``:
+        build the optimiser afterwards, and leave the head out of DDP and FSDP. What a head has beside its classes (a
+        learned scale, a rotation) gets the same gradient everywhere.
+
+        Args:
+            mesh: A ``DeviceMesh`` of one dimension; by default of all processes.
+            equal_batches: Promise that all batches have one size and type. Then a step has one exchange less, does not
+                wait for the device, and a bad batch on one process is not told to the others.
+
+        Returns:
+            The head itself.
+
+        Example:
+            >>> head = losses.create("arcface", 512, 1000)  # then, under torchrun: head.shard()
+            >>> head.shard()
+            Traceback (most recent call last):
+            hypersphere.errors.ArgumentError: mesh needs processes: start them by torchrun, and call init_process_group
+        """
+        mesh = mesh_for(self, mesh)
+        for name in self.class_rows:
+            if getattr(self, name) is not None:
+                setattr(self, name, divided(getattr(self, name), mesh))
+        # What is learned of a batch is that of the whole, which every process knows.
+        self.sync_statistics, self.equal_batches = False, equal_batches
+        return self
+
+    @torch.no_grad()
+    def unshard(self) -> Self:
+        """Put all classes on every process again; called on all of them. Build the optimiser afterwards.
+
+        Example:
+            >>> losses.create("arcface", 8, 10).unshard().weight.shape
+            torch.Size([10, 8])
+        """
+        for name in self.class_rows if self.shards else ():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                full = whole(tensor)
+                kept = nn.Parameter(full, requires_grad=tensor.requires_grad)
+                setattr(self, name, kept if isinstance(tensor, nn.Parameter) else full)
+        self.__dict__.pop("sync_statistics", None)
+        self.__dict__.pop("equal_batches", None)
+        return self
 
     # -------------------------------------------------------------------------------------------- classes
 
@@ -334,10 +441,23 @@ class HeadState(nn.Module):
 
         Args:
             features: ``(N, D)``.
-            labels: ``(N,)``; those of ``ignore_index`` count for nothing.
+            labels: ``(N,)``; those of ``ignore_index`` count for nothing. Where the classes lie on several processes,
+                each gives examples of its own, and all of them count.
         """
         self._check_examples(features, labels, self.classes)
-        self.weight.copy_(self._centred(self.weight, features, labels))
+        shards = self.shards
+        if shards is None:
+            self.weight.copy_(self._centred(self.weight, features, labels))
+            return
+        features, labels = self._whole_examples(shards, features, labels)
+        start, stop = shards.bounds()
+        local(self.weight).copy_(self._centred(whole(self.weight), features, labels)[start:stop])
+
+    def _whole_examples(self, shards: Shards, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Examples of all processes."""
+        device = self.weight.device
+        sizes = shards.all(torch.tensor(len(labels), device=device)).tolist()
+        return tuple(shards.gathered(part.to(device), sizes) for part in (features, labels))  # type: ignore[return-value]
 
     def _check_examples(self, features: Tensor, labels: Tensor, classes: int) -> None:
         self._check(features, labels, classes, soft=False)
@@ -382,6 +502,11 @@ class HeadState(nn.Module):
             raise ArgumentError(missing, "must be given together with the other: examples need their classes")
         if features is not None and labels is not None:
             self._check_examples(features, labels, classes)
+        if (shards := self.shards) is not None:
+            if features is not None and labels is not None:
+                features, labels = self._whole_examples(shards, features, labels)
+            mesh, equal = self.weight.device_mesh, self.equal_batches  # type: ignore[attr-defined]
+            return self.unshard().add_classes(classes, features, labels).shard(mesh, equal_batches=equal)
         old = self.weight
         fresh = torch.empty(classes * self.subcentres, self.dim, dtype=old.dtype, device=old.device)
         self._draw(fresh)
@@ -400,9 +525,22 @@ class HeadState(nn.Module):
                 setattr(self, name, torch.cat([values, values.mean().expand(classes)]))
         return self
 
+    def centres_of(self, centres: Tensor, labels: Tensor) -> Tensor:
+        """Running centres of the classes of a batch, ``(B, D)``."""
+        shards = Shards.of(centres)
+        if shards is None:
+            return centres[labels]
+        return shards.chosen(local(centres), shards.columns(labels))
+
     def moved(self, centres: Tensor, features: Tensor, labels: Tensor, valid: Tensor, rate: float) -> Tensor:
         """Move running centres towards a batch; the centre of each of its samples before that, ``(B, D)``."""
         batch = (features.detach().to(centres.dtype), labels, valid)
+        if (shards := Shards.of(centres)) is not None:
+            columns = shards.columns(labels)
+            before, own = self.centres_of(centres, labels), local(centres)
+            if len(own):
+                move_centres(own, batch[0], columns.clamp(min=0), valid & (columns >= 0), rate)
+            return before
         before = move_centres(centres, *(whole_batch(part, self.sync_statistics) for part in batch), rate)
         return own_share(before, len(features), self.sync_statistics)
 
@@ -428,18 +566,19 @@ class HeadState(nn.Module):
         return chances.topk(count, sorted=False).indices.sort().values
 
     def _chances(self, labels: Tensor) -> Tensor:
-        """A random number of each class, ``(C,)``."""
-        if not transformed():
-            return torch.rand(self.classes, device=labels.device)
+        """A random number of each class, ``(C,)``: a function of one that is drawn, the same on all processes."""
         try:
-            return torch.rand(self.classes, device=labels.device)
+            seed = torch.randint(2**62, (), device=labels.device)
         except RuntimeError as error:  # of torch.func.vmap, whose message does not say what is random
-            if "randomness" not in str(error):
+            if not transformed() or "randomness" not in str(error):
                 raise
             why = (
                 "draws classes in training: give torch.func.vmap randomness='different' or 'same', or call head.eval()"
             )
             raise ArgumentError("sample_rate", f"below 1 {why}") from None
+        if (shards := self.shards) is not None:
+            seed = shards.first(seed)
+        return hashed(seed, self.classes)
 
     def check(self, features: Tensor, labels: Tensor, soft: bool = True) -> None:
         """Raise :class:`ArgumentError` for features and labels that do not fit, before anything is changed.
@@ -462,6 +601,20 @@ class HeadState(nn.Module):
             given = f"soft labels of shape {tuple(labels.shape)}"
             raise ArgumentError("labels", f"must be classes ({len(features)},){why}, got {given}")
         check_labels(labels, len(features), classes)
+
+
+def hashed(seed: Tensor, count: int) -> Tensor:
+    """Numbers ``(count,)`` in [0, 1) that depend on a scalar of int64 and on their place, and on nothing else.
+
+    Example:
+        >>> hashed(torch.tensor(3), 2).equal(hashed(torch.tensor(3), 5)[:2])
+        True
+    """
+    bits = torch.arange(1, count + 1, device=seed.device) * -7046029254386353131 + seed
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # splitmix64
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    wide = torch.float32 if seed.device.type == "mps" else torch.float64
+    return ((bits >> 11) & ((1 << 53) - 1)).to(wide) * 2.0**-53
 
 
 def bounds(size: float | Schedule | None, per_class: Tensor | None) -> tuple[float, float]:

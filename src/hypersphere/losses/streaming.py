@@ -48,7 +48,7 @@ class ClassProblem(NamedTuple):
     weight: Tensor
     """Class weights, ``(C * subcentres, D)``."""
     labels: Tensor
-    """Targets, ``(B,)`` in [0, C)."""
+    """Targets, ``(B,)`` in [0, C), or -1 where it is none of these classes: what is found of it means nothing then."""
     scale: Tensor
     """``(B,)``."""
     rule: Negatives = Plain()
@@ -86,6 +86,11 @@ class ClassProblem(NamedTuple):
     def classes(self) -> int:
         """Number of classes C."""
         return self.weight.shape[0] // self.subcentres
+
+    @property
+    def rows(self) -> Tensor:
+        """A row for each target ``(B,)``, whatever it is where the target is none of these classes."""
+        return self.labels.clamp(min=0)
 
     @property
     def has_lengths(self) -> bool:
@@ -129,10 +134,31 @@ def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statist
     """
     if problem.low and not problem.units.is_cuda:
         problem = problem._replace(low=False)
+    if not problem.classes:
+        return _nothing(problem)
     if not chunked or transformed():
         return _dense(problem)
     keep = torch.is_grad_enabled() and (problem.units.requires_grad or problem.weight.requires_grad)
     return Statistics(*_statistics(*problem.packed(), keep)[:6])
+
+
+def _nothing(problem: ClassProblem) -> Statistics:
+    """Of no classes at all, as a process may have them of a head with few; the gradients are zeros."""
+    units, weight = problem.units, problem.weight
+    nothing = (units * 0).sum(1) + (weight * 0).sum().to(units.dtype) + problem.scale * 0
+    if problem.features is not None:
+        nothing = nothing + (problem.features * 0).sum(1).to(units.dtype)
+    for added in (problem.offset, problem.bias):
+        nothing = nothing if added is None else nothing + (added * 0).sum()
+    softmax, empty = problem.rule.softmax, units.new_empty(0)
+    return Statistics(
+        nothing + (_logarithm(torch.zeros_like(problem.scale)) if softmax else 0.0),
+        nothing if problem.total else empty,
+        nothing,
+        nothing if problem.has_lengths else empty,
+        empty if problem.features is None else nothing,
+        torch.full_like(nothing.detach(), torch.finfo(units.dtype).min if softmax else 0.0),
+    )
 
 
 def _dense(problem: ClassProblem) -> Statistics:
@@ -163,9 +189,11 @@ def _dense(problem: ClassProblem) -> Statistics:
     if torch.compiler.is_compiling():  # a sum is part of the pass over the logits, a gather one of its own
         target = cosines.masked_fill(~is_target, 0.0).sum(1)
     else:
-        target = cosines.gather(1, labels.unsqueeze(1)).squeeze(1)
+        target = cosines.gather(1, problem.rows.unsqueeze(1)).squeeze(1)
     if problem.low:  # the margin works on the target cosine, which deserves all its digits
-        target = target + (target_products(units, weight, labels, problem.subcentres, problem.unit) - target).detach()
+        target = (
+            target + (target_products(units, weight, problem.rows, problem.subcentres, problem.unit) - target).detach()
+        )
     lengths, total = problem.has_lengths, logits.new_empty(0)
     if problem.total:
         weighted = logits if problem.class_weights is None else logits * problem.class_weights
@@ -174,7 +202,7 @@ def _dense(problem: ClassProblem) -> Statistics:
         reduced,
         total,
         target,
-        norm(weight.to(units.dtype))[labels] if lengths else units.new_empty(0),
+        norm(weight.to(units.dtype))[problem.rows] if lengths else units.new_empty(0),
         angle,
         top,
     )
@@ -301,9 +329,9 @@ def _sums_at(rows: Tensor, places: Tensor, values: Tensor) -> Tensor:
 def own_rows(problem: ClassProblem) -> Tensor:
     """The row of the weights that stands for each sample's target, the closest of its sub-centres: ``(B,)``."""
     if problem.subcentres == 1:
-        return problem.labels
-    products = _own_products(problem.units, problem.weight, problem.labels, problem.subcentres, problem.unit)
-    return problem.labels * problem.subcentres + products.argmax(1)
+        return problem.rows
+    products = _own_products(problem.units, problem.weight, problem.rows, problem.subcentres, problem.unit)
+    return problem.rows * problem.subcentres + products.argmax(1)
 
 
 class _TargetAngles(torch.autograd.Function):
@@ -456,10 +484,10 @@ _SIX, _EIGHT = (f"({', '.join(['Tensor'] * count)})" for count in (6, 8))
 def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     problem, keep = ClassProblem.unpacked(arguments[:-1]), arguments[-1]
     units, weight, labels, rule = problem.units, problem.weight, problem.labels, problem.rule
-    target = target_products(units, weight, labels, problem.subcentres, problem.unit)
+    target = target_products(units, weight, problem.rows, problem.subcentres, problem.unit)
     length = target.new_empty(0)
     if problem.has_lengths:
-        length = norm(weight[labels].to(units.dtype))
+        length = norm(weight[problem.rows].to(units.dtype))
     angle = units.new_empty(0)
     if problem.features is not None:
         angle = target_angles(problem.features, weight[own_rows(problem)]).to(units.dtype)
@@ -577,7 +605,7 @@ def _class_gradients(
             by_rows = _product(by_cosines.mT, units, backward_type)
             by_weight[chunk.start * subcentres : chunk.stop * subcentres] = _tangent(by_rows, chunk)
     if weight_too and upstream.length is not None:
-        _add_length(by_weight, weight, labels, upstream.length)
+        _add_length(by_weight, weight, problem.rows, upstream.length)
     return by_units, by_weight, by_scale, by_offset, by_bias
 
 
@@ -593,21 +621,22 @@ def _fused_gradients(
     from hypersphere.losses import fused  # noqa: PLC0415 (needs triton, which comes with torch for CUDA only)
 
     units, weight, labels, scale, unit = problem.units, problem.weight, problem.labels, problem.scale, problem.unit
+    own = problem.rows
     by_weight = torch.empty_like(weight, dtype=torch.float32) if weight_too else None
     by_units, by_scale = fused.gradients(
         upstream.result, kept.result, units, kept.half, kept.inverse, labels, scale, unit, by_weight
     )
-    rows = weight[labels].to(units.dtype)
+    rows = weight[own].to(units.dtype)
     aim = normalise(rows) if unit else rows
     by_units += upstream.target.unsqueeze(1) * aim
     if by_weight is None:
         return by_units, units.new_empty(0), by_scale
     tangent = units
     if unit:
-        tangent = (units - kept.target.unsqueeze(1) * aim) * kept.inverse[labels].unsqueeze(1)
-    by_weight.index_add_(0, labels, upstream.target.unsqueeze(1) * tangent)
+        tangent = (units - kept.target.unsqueeze(1) * aim) * kept.inverse[own].unsqueeze(1)
+    by_weight.index_add_(0, own, upstream.target.unsqueeze(1) * tangent)
     if upstream.length is not None:
-        _add_length(by_weight, weight, labels, upstream.length)
+        _add_length(by_weight, weight, own, upstream.length)
     return by_units, by_weight.to(weight.dtype), by_scale
 
 

@@ -14,6 +14,7 @@ from hypersphere.errors import check_count
 from hypersphere.geometry import normalise
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.registry import losses
+from hypersphere.losses.sharding import whole
 from hypersphere.losses.state import MarginSize
 
 
@@ -173,7 +174,7 @@ class SubcenterArcFace(ArcFace):
         counted = labels != self.spec.ignore_index
         own = torch.where(counted, labels, 0)
         units = normalise(self.rotated(features))
-        rows = normalise(self.weight.to(units.dtype)).unflatten(0, (-1, self.subcentres))
+        rows = normalise(whole(self.weight.detach()).to(units.dtype)).unflatten(0, (-1, self.subcentres))
         cosines = (rows[own] * units.unsqueeze(1)).sum(2)
         votes = torch.zeros(self.classes, self.subcentres, device=labels.device)
         votes.index_put_((own, cosines.argmax(1)), counted.to(votes.dtype), accumulate=True)

@@ -265,11 +265,15 @@ class SphereFacePlus(ASoftmax):
         """The energy of the batch's classes against all others."""
         if self.classes == 1:
             return 0.0
-        weight, labels = self.weight.to(batch.units.dtype), batch.labels
+        shards, weight, labels = self.shards, self.own_weight, batch.labels
         own = torch.arange(self.classes, device=labels.device) if batch.soft else labels
-        units = normalise(weight[own])
-        problem = ClassProblem(units, self.weight, own, units.new_ones(len(units)), self.energy)
+        columns, rows = own, weight.to(batch.units.dtype)
+        units = normalise(rows[own] if shards is None else shards.chosen(rows, columns := shards.columns(own)))
+        seen = units if shards is None else shards.entered(units)[0]
+        problem = ClassProblem(seen, weight, columns, units.new_ones(len(units)), self.energy)
         found = class_statistics(problem, chunked=True)  # near pairs are looked for there, and cost nothing elsewhere
+        if shards is not None:
+            found, _ = shards.put_together(found, columns, None, softmax=False)
         energy = self.energy_weight * found.negatives / (self.classes - 1)
         return energy.unsqueeze(0) if batch.soft else energy
 

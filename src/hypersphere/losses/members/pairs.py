@@ -92,6 +92,7 @@ class CenterLoss(Softmax):
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False}
     takes_soft_labels = False
+    class_rows = ("weight", "bias", "class_centres")
     narrow_buffers = ("class_centres",)
     class_centres: Tensor
 
@@ -113,6 +114,8 @@ class CenterLoss(Softmax):
 
     def add_classes(self, classes: int, features: Tensor | None = None, labels: Tensor | None = None) -> Self:
         """See :meth:`MarginSoftmax.add_classes`; the running centres of new classes begin at 0."""
+        if self.shards is not None:  # which comes here again, unsharded
+            return super().add_classes(classes, features, labels)
         super().add_classes(classes, features, labels)
         self.class_centres = torch.cat([self.class_centres, self.class_centres.new_zeros(classes, self.dim)])
         return self
@@ -123,7 +126,7 @@ class CenterLoss(Softmax):
         if self.training and valid is not None:
             own = self.moved(self.class_centres, x, labels, valid, self.centre_rate)
         else:
-            own = self.class_centres[labels]
+            own = self.centres_of(self.class_centres, labels)
         return self.centre_weight / 2 * (x - own.to(x.dtype)).square().sum(1)
 
 
@@ -186,7 +189,11 @@ class TripletLoss(MarginSoftmax):
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Loss of a batch: ``(B, D), (B,) -> ()``; 0 where there is no triplet."""
-        self.check(features, labels, soft=False)
+        shards, own = self.shards, slice(None)
+        if shards is None:
+            self.check(features, labels, soft=False)
+        else:
+            features, _, labels, own = self.whole_batch(shards, features, labels)
         with full_precision(features):
             units = normalise(at_least_float32(features))
             valid = labels != self.spec.ignore_index
@@ -198,7 +205,8 @@ class TripletLoss(MarginSoftmax):
             positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
             # In float64: which negative is the next one is decided by small differences of small distances.
             distance = squared_distances(normalise(in_float64(at_least_float32(features))))
-            return self._mined(distance, positive, both & ~same).to(units.dtype)
+            loss = self._mined(distance, positive, both & ~same).to(units.dtype)
+        return loss if shards is None or loss.dim() == 0 else shards.own_losses(loss, own)
 
     def psi(self, theta: Tensor, label: int = 0, norm: float | None = None) -> Tensor:
         """There is none: a triplet has no target logit."""
