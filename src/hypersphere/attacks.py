@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.geometry import at_least_float32
+from hypersphere.metrics.processes import Group, agreed, batches, gathered, share
 from hypersphere.registry import Member, Registry
 
 Predict = Callable[[Tensor], Tensor]
@@ -563,11 +564,23 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def attacked(
-    attack: Attack, predict: Predict, images: Tensor, labels: Tensor, *, batch_size: int = 500, seed: int = 0
+    attack: Attack,
+    predict: Predict,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    batch_size: int = 500,
+    seed: int = 0,
+    group: Group | None = None,
 ) -> Tensor:
     """Adversarial images of as many images as there are, so many at a time.
 
     A transfer attack gives the ``predict`` of another model here than the one that is then tested.
+
+    Of several processes each attacks some of the batches, with the numbers that one process would have drawn for them:
+    it draws those of the batches before by attacking these in vain, with scores that cost nothing. An attack of which
+    the scores decide how much it draws has other numbers then, as has ``"foolbox"``, which draws from torch's own
+    generator.
 
     Args:
         attack: What to do.
@@ -576,6 +589,8 @@ def attacked(
         labels: ``(N,)``.
         batch_size: Images at a time.
         seed: Of all that is drawn.
+        group: Processes that share the batches, all of which make the same call and get the same result; ``None``:
+            this one alone.
 
     Example:
         >>> predict = lambda images: images @ torch.eye(2)
@@ -586,8 +601,18 @@ def attacked(
     """
     check_range("batch_size", batch_size, 1)
     generator = torch.Generator(images.device).manual_seed(seed)
-    parts = zip(images.split(batch_size), labels.split(batch_size), strict=True)
-    return torch.cat([attack(predict, *part, generator=generator) for part in parts])
+    own = share(len(images), group, batch_size)
+    with agreed(group):
+        before = batches(own.start, batch_size) if attack.in_step and own.stop > own.start else []
+        if before:
+            with torch.no_grad():
+                classes = predict(images[:1]).shape[1]
+            for rows in before:
+                attack(lambda x: x.flatten(1)[:, :1].expand(-1, classes), images[rows], labels[rows], generator)
+        found = [
+            attack(predict, images[rows], labels[rows], generator) for rows in batches(len(images), batch_size, group)
+        ]
+        return gathered(found or [attack(predict, images[:0], labels[:0], generator)], group)
 
 
 class Scaling(Protocol):

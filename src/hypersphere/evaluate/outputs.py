@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hypersphere.data import Dataset
+from hypersphere.metrics.processes import Group
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Outputs:
         seed: The run's seed, for what an evaluation draws.
         data_root: Where data sets are looked for, where that was said.
         artefacts: Where an evaluation leaves tensors for the pictures of the report, as ``section/name``.
+        group: Processes that evaluate together, each with these outputs: an evaluation that ``shares`` divides its
+            work over them. ``None``: this one alone.
+        together: Whether these processes hold the weights of model or head together, so that all of them have to call
+            these alike; then each does all of the work.
     """
 
     features: Tensor
@@ -47,6 +52,8 @@ class Outputs:
     seed: int = 0
     data_root: Path | None = None
     artefacts: dict[str, Tensor] = field(default_factory=dict)
+    group: Group | None = None
+    together: bool = False
 
     @property
     def images(self) -> Tensor | None:

@@ -26,9 +26,11 @@ protocols: Registry[Any] = Registry(
         *("frames", "videos", "first", "second"),
         *("probes", "probe_ids", "distractors"),
         *("features", "templates", "media", "subjects", "pairs", "gallery"),
+        "group",
     ),
 )
-"""Protocols by name; what a benchmark gives (features, pairs, people) are arguments, everything else is an option."""
+"""Protocols by name; what a benchmark gives (features, pairs, people) are arguments, as is who computes (``group``);
+everything else is an option."""
 
 protocols.register("lfw10", aliases=("lfw",))(lfw10)
 protocols.register("ytf10", aliases=("ytf",))(ytf10)

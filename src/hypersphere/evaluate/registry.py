@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate.outputs import Outputs
+from hypersphere.metrics.processes import agreed, on_first
 from hypersphere.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,9 +88,10 @@ class Evaluations(Registry[dict[str, float]]):
         super().__init__("evaluation", positional=("outputs",), members=members)
         self._metrics: dict[str, tuple[Metric, ...]] = {}
         self._further: tuple[Metric, ...] = ()
+        self._sharing: set[str] = set()
 
     def register(
-        self, name: str, *, aliases: tuple[str, ...] = (), metrics: tuple[Metric, ...] = ()
+        self, name: str, *, aliases: tuple[str, ...] = (), metrics: tuple[Metric, ...] = (), shares: bool = False
     ) -> Callable[[F], F]:
         """Decorator that adds an evaluation, which says what its metrics are.
 
@@ -96,15 +99,28 @@ class Evaluations(Registry[dict[str, float]]):
             name: Its name.
             aliases: Other names.
             metrics: What it measures; one that it does not declare is shown under its own name.
+            shares: Of several processes all call it, and it divides its work over ``outputs.group``. Other evaluations
+                are called by the first process alone, which tells the others what it found.
         """
         add = super().register(name, aliases=aliases)
 
         def declare(factory: F) -> F:
             add(factory)
-            self._metrics[name.lower().replace("_", "-")] = metrics
+            own = name.lower().replace("_", "-")
+            self._metrics[own] = metrics
+            (self._sharing.add if shares else self._sharing.discard)(own)
             return factory
 
         return declare
+
+    def shares(self, evaluation: str) -> bool:
+        """Whether an evaluation divides its work over processes.
+
+        Example:
+            >>> evaluations.shares("angles")
+            False
+        """
+        return self[evaluation].name in self._sharing
 
     def declare(self, *metrics: Metric) -> None:
         """Say how metrics are shown that no evaluation of the registry computes."""
@@ -151,6 +167,9 @@ evaluations = Evaluations(members=("hypersphere.tasks.*.evaluation",))
 def measure(outputs: Outputs, names: Iterable[str | Mapping[str, Any]]) -> dict[str, float]:
     """All metrics of the named evaluations.
 
+    With a group of processes in the outputs all of them make the same call, and all get the same metrics. Artefacts are
+    complete on the first one, which writes.
+
     Args:
         outputs: What the model puts out.
         names: Names, or mappings of a ``name`` and options.
@@ -162,11 +181,16 @@ def measure(outputs: Outputs, names: Iterable[str | Mapping[str, Any]]) -> dict[
         1.0
     """
     result: dict[str, float] = {}
-    for given in names:
-        name, options = (given, {}) if isinstance(given, str) else (given["name"], {**given})
-        options.pop("name", None)
-        found = evaluations.create(name, outputs, **options)
-        for key in result.keys() & found.keys():
-            raise ArgumentError("metrics", f"has two evaluations that give {key!r}; the second is {name!r}")
-        result |= found
+    with agreed(outputs.group):
+        for part in names:
+            name, options = (part, {}) if isinstance(part, str) else (part["name"], {**part})
+            options.pop("name", None)
+            shared = evaluations.shares(name) and not outputs.together
+            # One that does not share knows of no other processes, and must not wait for them.
+            given = outputs if shared else replace(outputs, group=None)
+            work = partial(evaluations.create, name, given, **options)
+            found = work() if shared or outputs.together else on_first(work, outputs.group)
+            for key in result.keys() & found.keys():
+                raise ArgumentError("metrics", f"has two evaluations that give {key!r}; the second is {name!r}")
+            result |= found
     return result

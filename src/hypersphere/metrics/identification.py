@@ -20,6 +20,7 @@ from torch import Tensor
 from hypersphere.errors import ArgumentError, check_choice, check_range
 from hypersphere.metrics.intervals import wilson_interval
 from hypersphere.metrics.neighbours import MEMORY, Kind, Tail, matching_pairs, parts_of, reported, scan, score_pairs
+from hypersphere.metrics.processes import Group
 
 
 class Rate(NamedTuple):
@@ -316,6 +317,7 @@ def identify(
     kind: Kind = "cosine",
     memory: int = MEMORY,
     dtype: torch.dtype | None = None,
+    group: Group | None = None,
 ) -> Identification:
     """Look for every probe in a gallery, in one pass over the gallery and the distractors.
 
@@ -335,6 +337,7 @@ def identify(
         kind: As in :func:`search`.
         memory: As in :func:`search`.
         dtype: As in :func:`search`.
+        group: As in :func:`search`.
 
     Example:
         >>> gallery = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -345,9 +348,8 @@ def identify(
     names, own, owners = _identities(probes, probe_ids, gallery, gallery_ids)
     depth = _depth(ranks, ties)
     nobody = ((part, None) for part in parts_of(() if distractors is None else distractors))
-    found = scan(
-        probes, itertools.chain([(gallery, owners)], nobody), depth, kind=kind, memory=memory, dtype=dtype, ids=own
-    )
+    parts = itertools.chain([(gallery, owners)], nobody)
+    found = scan(probes, parts, depth, kind=kind, memory=memory, dtype=dtype, ids=own, group=group)
     return Identification(
         names, found.mates.cpu(), _padded(found.scores, depth), found.size, kind, ties, ranks=tuple(ranks),
         fpirs=tuple(fpirs),
@@ -366,6 +368,7 @@ def megaface(
     memory: int = MEMORY,
     dtype: torch.dtype | None = None,
     negatives: int | None = None,
+    group: Group | None = None,
 ) -> Identification:
     """MegaFace's first challenge: find one photograph of a person among distractors.
 
@@ -386,6 +389,7 @@ def megaface(
         dtype: As in :func:`search`.
         negatives: Number of all pairs of a probe and a distractor, where this process has a part of them and results
             are put together with :meth:`Identification.merge`.
+        group: As in :func:`search`: each process has all distractors and compares some of them.
 
     Returns:
         One row a trial, by probe and then by mate.
@@ -406,11 +410,12 @@ def megaface(
     if 8 * tail.n * probes.element_size() > memory and fars:
         raise ArgumentError("memory", f"must hold the {tail.n} largest scores eight times over, got {memory} bytes")
     parts = ((piece, None) for piece in pieces)
-    found = scan(probes, parts, depth, kind=kind, memory=memory, dtype=dtype, tail=tail if fars else None)
+    found = scan(probes, parts, depth, kind=kind, memory=memory, dtype=dtype, tail=tail if fars else None, group=group)
     mates, first = matching_pairs(own, own.argsort(stable=True), own)
     other = mates != first
     mates, first = mates[other], first[other]
-    scores = score_pairs(probes, probes, torch.stack([first, mates], 1), kind=kind, memory=memory, dtype=dtype)
+    pairs = torch.stack([first, mates], 1)
+    scores = score_pairs(probes, probes, pairs, kind=kind, memory=memory, dtype=dtype, group=group)
     return Identification(
         names[first.cpu().numpy()],
         scores.cpu(),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hypersphere.errors import ArgumentError, HypersphereError, check_choice, check_range
 from hypersphere.geometry import arccos, at_least_float32, full_precision, normalise
+from hypersphere.metrics.processes import Group, agreed, batches, gathered, place
 
 Kind = Literal["cosine", "angle", "euclidean"]
 KINDS: tuple[str, ...] = ("cosine", "angle", "euclidean")
@@ -44,6 +45,7 @@ def search(
     memory: int = MEMORY,
     dtype: torch.dtype | None = None,
     backend: Literal["torch", "faiss"] = "torch",
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` most similar gallery vectors of every probe, exactly, without the score matrix.
 
@@ -56,6 +58,8 @@ def search(
         dtype: Type of the products; by default that of the probes, at least float32. Half types are faster on a GPU
             and round the scores.
         backend: ``"faiss"`` asks the FAISS library for a flat index (all on the CPU, ``memory`` not held).
+        group: Processes that share the search, all of which make the same call and get the same result: each searches
+            its rows of the gallery, and the best of all are put together. ``None``: this one alone.
 
     Returns:
         Scores ``(P, k)`` in descending order and the gallery indices ``(P, k)``. Among equal scores the lower
@@ -69,8 +73,11 @@ def search(
     """
     check_choice("backend", backend, ("torch", "faiss"))
     if backend == "faiss":
+        if group is not None:
+            raise ArgumentError("group", "must be None with the backend 'faiss', which has threads of its own")
         return _faiss_search(probes, gallery, k, kind)
-    found = scan(probes, ((part, None) for part in parts_of(gallery)), k, kind=kind, memory=memory, dtype=dtype)
+    parts = ((part, None) for part in parts_of(gallery))
+    found = scan(probes, parts, k, kind=kind, memory=memory, dtype=dtype, group=group)
     if found.scores.shape[1] < k:
         raise ArgumentError("gallery", f"must hold at least k = {k} vectors, got {found.size}")
     return found.scores, found.columns
@@ -96,11 +103,13 @@ def scan(
     dtype: torch.dtype | None,
     ids: Tensor | None = None,
     tail: Tail | None = None,
+    group: Group | None = None,
 ) -> _Found:
     """One pass over a gallery: the best score with a mate, and the ``k`` best scores with all others.
 
     ``parts`` are features ``(g, D)`` with their identities ``(g,)``, or None where nobody of ``ids`` is among them.
-    Without any mate the first is -inf; where a probe has fewer than ``k`` others, -inf follows.
+    Without any mate the first is -inf; where a probe has fewer than ``k`` others, -inf follows. Processes of a
+    ``group`` take the chunks of the gallery in turn, so that each product is that of one process.
     """
     check_features("probes", probes)
     check_choice("kind", kind, KINDS)
@@ -114,22 +123,32 @@ def scan(
     best = [_Best(k) for _ in tiles]
     seen = 0
     order = ids.argsort(stable=True) if ids is not None else None
-    for chunk, owners in _chunks(parts, width, probes):
-        other = _operand(chunk.to(probes.device, non_blocking=True), kind, dtype, "gallery")
-        pairs = None
-        if ids is not None and order is not None and owners is not None:
-            pairs = matching_pairs(ids, order, owners)
-        for tile, kept in zip(tiles, best, strict=True):
-            with full_precision(probes):
-                found = (_operand(probes[tile], kind, dtype, "probe") if ready is None else ready) @ other.mT
-            if pairs is not None:
-                _take_mates(found, mates, pairs, tile.start)
+    rank, size = place(group)
+    with agreed(group):
+        for number, (chunk, owners) in enumerate(_chunks(parts, width, probes)):
+            first, seen = seen, seen + len(chunk)
+            if number % size != rank:
+                continue
+            other = _operand(chunk.to(probes.device, non_blocking=True), kind, dtype, "gallery")
+            pairs = None
+            if ids is not None and order is not None and owners is not None:
+                pairs = matching_pairs(ids, order, owners)
+            for tile, kept in zip(tiles, best, strict=True):
+                with full_precision(probes):
+                    found = (_operand(probes[tile], kind, dtype, "probe") if ready is None else ready) @ other.mT
+                if pairs is not None:
+                    _take_mates(found, mates, pairs, tile.start)
+                if tail is not None:
+                    tail.push(found)
+                kept.push(found, first)
+        known = best[0].columns.dim() == 2
+        scores = torch.cat([kept.scores for kept in best]) if known else mates.new_empty(len(probes), 0)
+        columns = torch.cat([kept.columns for kept in best]) if known else scores.long()
+        if group is not None:
+            mates = gathered([mates.unsqueeze(0)], group).amax(0)
+            scores, columns = _merged(gathered([scores.mT], group).mT, gathered([columns.mT], group).mT, k)
             if tail is not None:
-                tail.push(found)
-            kept.push(found, seen)
-        seen += len(chunk)
-    scores = torch.cat([kept.scores for kept in best]) if seen else mates.new_empty(len(probes), 0)
-    columns = torch.cat([kept.columns for kept in best]) if seen else scores.long()
+                tail.take(gathered([tail.values().to(mates)], group))
     if bool(torch.cat([scores.flatten(), mates]).isnan().any()):
         where = "probes" if bool((~probes.isfinite()).any()) else "gallery"
         raise ArgumentError(where, "must hold finite features only, got NaN, infinity or a norm that overflows")
@@ -184,8 +203,9 @@ class _Best:
     def push(self, scores: Tensor, first: int) -> None:
         """Go on with the columns from ``first``."""
         k = min(self.k, scores.shape[1])
-        if not first:
-            self.scores, self.columns = _best(scores, k)
+        if self.columns.dim() < 2:
+            self.scores, columns = _best(scores, k)
+            self.columns = columns + first
         elif self.scores.shape[1] < self.k:
             self._add(slice(None), *_best(scores, k), first)
         else:
@@ -224,6 +244,13 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, columns = _inside(scores, torch.arange(len(scores), device=scores.device), blocks, size)
     values, places = _sorted(values, k)
     return values, columns.gather(1, places)
+
+
+def _merged(scores: Tensor, columns: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of every row of what several processes found, by value and then column."""
+    columns, order = columns.sort(1)
+    scores, places = _sorted(scores.gather(1, order), k) if scores.shape[1] else (scores, order)
+    return scores, columns.gather(1, places)
 
 
 def _sorted(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -303,6 +330,10 @@ class Tail:
             self.kept = self.kept.topk(self.n).values
             self.floor = float(self.kept[-1])
 
+    def take(self, scores: Tensor) -> None:
+        """Hold these, the largest of several streams, in place of those of one."""
+        self.kept = scores
+
     def values(self) -> Tensor:
         """In descending order."""
         kept = torch.empty(0) if self.kept is None else self.kept
@@ -376,6 +407,7 @@ def score_pairs(
     kind: Kind = "cosine",
     memory: int = MEMORY,
     dtype: torch.dtype | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Scores of listed pairs, gathered in chunks: for 1:1 verification of features or templates.
 
@@ -386,6 +418,8 @@ def score_pairs(
         kind: As in :func:`search`.
         memory: As in :func:`search`.
         dtype: As in :func:`search`.
+        group: Processes that share the pairs, all of which make the same call and get the same result; ``None``: this
+            one alone.
 
     Returns:
         ``(L,)``.
@@ -405,11 +439,12 @@ def score_pairs(
     check_range("memory", memory, 1)
     budget = min(memory, _CPU_TILE) if first.device.type == "cpu" else memory
     step = max(1, budget // (6 * 4 * (first.shape[1] + 2) * max(1, dtype.itemsize // 4)))
-    scores = [
-        (_operand(first[a], kind, dtype, "probe") * _operand(second[b], kind, dtype, "gallery")).sum(1)
-        for a, b in (chunk.unbind(1) for chunk in pairs.split(step))
-    ]
-    result = reported(torch.cat(scores), kind) if len(pairs) else at_least_float32(first.new_empty(0))
+    with agreed(group):
+        scores = [
+            (_operand(first[a], kind, dtype, "probe") * _operand(second[b], kind, dtype, "gallery")).sum(1)
+            for a, b in (pairs[rows].unbind(1) for rows in batches(len(pairs), step, group))
+        ]
+        result = reported(gathered(scores, group), kind) if len(pairs) else at_least_float32(first.new_empty(0))
     if bool(result.isnan().any()):
         raise ArgumentError("features", "must be finite, got NaN, infinity or a norm that overflows")
     return result

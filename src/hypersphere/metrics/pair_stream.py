@@ -2,6 +2,8 @@ r"""Verification of pairs that come in parts: exact numbers in bounded memory, o
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from hypersphere.metrics.basic import (
     crossing_rate,
     operating_points,
 )
+from hypersphere.metrics.processes import Group, collected
 from hypersphere.metrics.verification import (
     OperatingPoint,
     Roc,
@@ -35,9 +38,9 @@ class PairScores:
     second pass over the same chunks, which counts impostors between the genuine scores; between two of those the ROC
     is a straight line, so the counts are all there is to know. Anything else is an error, never an estimate.
 
-    Several processes each feed their own chunks and :meth:`merge` the results (objects can be pickled, as by
-    ``torch.distributed.all_gather_object``). For a second pass, merge first, then let each process feed its own
-    :meth:`second_pass` of the merged object, and merge these.
+    Several processes each feed their own chunks and ask for what :meth:`all` of them have seen, or :meth:`merge`
+    objects that came another way (they can be pickled). For a second pass, do so first, then let each process feed
+    its own :meth:`second_pass` of the whole, and do so again.
 
     Args:
         capacity: Most genuine scores, and most impostor scores, that are kept.
@@ -111,6 +114,23 @@ class PairScores:
         self._keep(*other._kept)
         self._floor = max(self._floor, other._floor)  # only now: the other's scores at its own floor are needed
         return self
+
+    def all(self, group: Group | None = None) -> PairScores:
+        """What all processes have seen, merged in the order of their ranks: a new one on the CPU, the same everywhere.
+
+        Args:
+            group: The processes, all of which call this; ``None``: this one alone.
+
+        Example:
+            >>> found = PairScores()
+            >>> found.update(torch.tensor([0.9, 0.1]), torch.tensor([True, False]))
+            >>> found.all().auc()
+            1.0
+        """
+        own = copy.copy(self)
+        own._genuine, own._kept = ([part.cpu() for part in parts] for parts in (self._genuine, self._kept))
+        own._levels, own._cells = self._levels.cpu(), self._cells.cpu().clone()
+        return functools.reduce(PairScores.merge, collected(own, group))
 
     def second_pass(self) -> PairScores:
         """An empty one that counts impostors between these genuine scores; feed it the same chunks again.

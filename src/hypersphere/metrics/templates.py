@@ -14,6 +14,7 @@ from hypersphere.errors import ArgumentError
 from hypersphere.geometry import at_least_float32, normalise
 from hypersphere.metrics.identification import Identification, identify
 from hypersphere.metrics.neighbours import MEMORY, Kind, check_features, score_pairs
+from hypersphere.metrics.processes import Group
 from hypersphere.metrics.verification import Verification, verification_summary
 
 
@@ -94,6 +95,7 @@ def ijb(
     kind: Kind = "cosine",
     samples: int = 1000,
     memory: int = MEMORY,
+    group: Group | None = None,
 ) -> TemplateResults:
     """Templates of several images, as in IJB-A, -B and -C: TAR at FAR of pairs, ranks and open-set DIR at FPIR.
 
@@ -115,6 +117,7 @@ def ijb(
         kind: As in :func:`~hypersphere.metrics.search`.
         samples: Draws of the bootstrap; take fewer for millions of pairs.
         memory: As in :func:`~hypersphere.metrics.search`.
+        group: As in :func:`~hypersphere.metrics.search`.
 
     Example:
         >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.2], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -145,8 +148,10 @@ def ijb(
         left, right = (
             torch.tensor([number.setdefault(owner[name], len(number)) for name in side]) for side in (first, second)
         )
-        scores = score_pairs(pooled, pooled, rows, kind=kind, memory=memory).cpu()
-        verification = verification_summary(scores, left == right, fars=fars, identities=(left, right), samples=samples)
+        scores = score_pairs(pooled, pooled, rows, kind=kind, memory=memory, group=group).cpu()
+        verification = verification_summary(
+            scores, left == right, fars=fars, identities=(left, right), samples=samples, group=group
+        )
     identification = None
     if gallery is not None and probes is not None:
         enrolled, looked = _plain(gallery), _plain(probes)
@@ -159,6 +164,7 @@ def ijb(
             fpirs=fpirs,
             kind=kind,
             memory=memory,
+            group=group,
         )
     return TemplateResults(verification, identification)
 

@@ -36,6 +36,7 @@ from hypersphere.metrics.basic import (
     operating_points,
 )
 from hypersphere.metrics.intervals import Interval, check_level, wilson_interval
+from hypersphere.metrics.processes import Group, agreed, gathered, share
 
 BOOTSTRAP_ELEMENTS = 2**22
 """Most pair weights of the bootstrap that are held at a time (draws times pairs)."""
@@ -371,10 +372,12 @@ def _bootstrap(
     samples: int,
     seed: int,
     corners: bool = False,
+    group: Group | None = None,
 ) -> Iterator[_Draws]:
     """Draws of the bootstrap over identities, or over pairs where they are not known, as many at a time as fit.
 
-    The draws are made on the CPU, so that they are the same for every device.
+    The draws are made on the CPU, so that they are the same for every device, and by all processes of a ``group``, each
+    of which goes on with its share: sums of whole numbers are exact, however many draws are summed together.
     """
     check_range("samples", samples, 2)
     ordered, order = scores.sort(descending=True)
@@ -394,6 +397,7 @@ def _bootstrap(
     rows = max(1, BOOTSTRAP_ELEMENTS // max(len(scores), units))
     for start in range(0, samples, rows):
         drawn = torch.randint(units, (min(rows, samples - start), units), generator=generator)
+        drawn = drawn[share(len(drawn), group)]
         counts = torch.zeros(drawn.shape, dtype=torch.float64)
         counts.scatter_add_(1, drawn, torch.ones_like(counts))
         counts = counts.to(scores.device)
@@ -426,12 +430,12 @@ def _draw_eer(draws: _Draws) -> Tensor:
     return crossing_rate(*rates)
 
 
-def _percentiles(values: list[Tensor], valid: list[Tensor], level: float) -> Interval:
+def _percentiles(values: list[Tensor], valid: list[Tensor], level: float, group: Group | None = None) -> Interval:
     """Interval that leaves out equal shares of the draws at both ends; draws without pairs of both kinds do not count.
 
     Bounds are values of draws, so that infinite ones do no harm.
     """
-    kept = torch.cat(values)[torch.cat(valid)].sort().values
+    kept = gathered(values, group)[gathered(valid, group)].sort().values
     if not len(kept):
         raise ArgumentError("samples", "gave no draw with pairs of both kinds; there are too few identities")
     tail = (1 - level) / 2 * (len(kept) - 1)
@@ -454,6 +458,7 @@ def verification_summary(
     samples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
+    group: Group | None = None,
 ) -> dict[str, Verification]:
     """AUC, equal-error rate and TAR at rates, with intervals.
 
@@ -466,6 +471,8 @@ def verification_summary(
         samples: Number of draws.
         level: Confidence of the intervals.
         seed: Of the draws.
+        group: Processes that share the draws, all of which make the same call and get the same result; ``None``: this
+            one alone.
 
     Returns:
         ``"auc"``, ``"eer"`` and ``"tar@far=RATE"`` for every rate.
@@ -487,12 +494,13 @@ def verification_summary(
     values |= {f"tar@far={point.target_far:g}": point.tar for point in points}
     drawn: dict[str, list[Tensor]] = {key: [] for key in values}
     valid: list[Tensor] = []
-    for draws in _bootstrap(scores, same, identities, samples, seed, corners=True):
-        valid.append((draws.false_accepts[:, -1] > 0) & (draws.true_accepts[:, -1] > 0))
-        drawn["auc"].append(_area(draws.false_accepts, draws.true_accepts))
-        drawn["eer"].append(_draw_eer(draws))
-        for point in points:
-            drawn[f"tar@far={point.target_far:g}"].append(_draw_tar(draws, point.target_far))
+    with agreed(group):
+        for draws in _bootstrap(scores, same, identities, samples, seed, corners=True, group=group):
+            valid.append((draws.false_accepts[:, -1] > 0) & (draws.true_accepts[:, -1] > 0))
+            drawn["auc"].append(_area(draws.false_accepts, draws.true_accepts))
+            drawn["eer"].append(_draw_eer(draws))
+            for point in points:
+                drawn[f"tar@far={point.target_far:g}"].append(_draw_tar(draws, point.target_far))
     words = {"auc": "area under the ROC curve", "eer": "equal-error rate"}
     words |= {f"tar@far={point.target_far:g}": f"TAR at a FAR of at most {point.target_far:g}" for point in points}
     by_key = {f"tar@far={point.target_far:g}": point for point in points}
@@ -501,7 +509,7 @@ def verification_summary(
         key: Verification(
             key.split("@")[0],
             value,
-            _percentiles(drawn[key], valid, level),
+            _percentiles(drawn[key], valid, level, group),
             genuine,
             impostors,
             f"{words[key]}, {how}",
@@ -592,6 +600,7 @@ def calibrate(
     samples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
+    group: Group | None = None,
 ) -> Calibration:
     """The threshold for a wanted FAR, by the exact order statistic of :func:`tar_at_far`.
 
@@ -608,6 +617,7 @@ def calibrate(
         samples: Number of draws.
         level: Confidence of the intervals.
         seed: Of the draws.
+        group: As for :func:`verification_summary`.
 
     Example:
         >>> scores = torch.linspace(0, 1, 200)
@@ -624,26 +634,27 @@ def calibrate(
     (point,) = tar_at_far(scores, same, target_far)
     genuine = int(same.count_nonzero())
     thresholds, fars, tars, valid = [], [], [], []
-    for draws in _bootstrap(scores, same, identities, samples, seed):
-        # The first operating point that accepts too many impostors is at an impostor's score: the order statistic.
-        thresholds.append(
-            draws.thresholds[(_allowed_index(draws, target_far) + 1).clamp(max=len(draws.thresholds) - 1)]
-        )
-        above = int((draws.thresholds > point.threshold).count_nonzero()) - 1
-        fars.append(draws.false_accepts[:, above] / draws.false_accepts[:, -1])
-        tars.append(draws.true_accepts[:, above] / draws.true_accepts[:, -1])
-        valid.append((draws.false_accepts[:, -1] > 0) & (draws.true_accepts[:, -1] > 0))
-    low, high = _percentiles(fars, valid, level)
+    with agreed(group):
+        for draws in _bootstrap(scores, same, identities, samples, seed, group=group):
+            # The first operating point that accepts too many impostors is at an impostor's score: the order statistic.
+            thresholds.append(
+                draws.thresholds[(_allowed_index(draws, target_far) + 1).clamp(max=len(draws.thresholds) - 1)]
+            )
+            above = int((draws.thresholds > point.threshold).count_nonzero()) - 1
+            fars.append(draws.false_accepts[:, above] / draws.false_accepts[:, -1])
+            tars.append(draws.true_accepts[:, above] / draws.true_accepts[:, -1])
+            valid.append((draws.false_accepts[:, -1] > 0) & (draws.true_accepts[:, -1] > 0))
+    low, high = _percentiles(fars, valid, level, group)
     impostors = len(same) - genuine
     least, most = wilson_interval(round(point.far * impostors), impostors, level)
     return Calibration(
         point.threshold,
-        _percentiles(thresholds, valid, level),
+        _percentiles(thresholds, valid, level, group),
         target_far,
         point.far,
         (min(low, least), max(high, most)),
         point.tar,
-        _percentiles(tars, valid, level),
+        _percentiles(tars, valid, level, group),
         genuine,
         impostors,
         level,

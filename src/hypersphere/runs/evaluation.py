@@ -15,6 +15,9 @@ from hypersphere.data import Dataset, Split
 from hypersphere.data.splits import evaluation_batches
 from hypersphere.errors import ArgumentError
 from hypersphere.evaluate import Metric, Outputs, evaluations, measure
+from hypersphere.metrics import processes
+from hypersphere.metrics.processes import Group, agreed, gathered, on_first
+from hypersphere.neurons import is_sharded, whole
 from hypersphere.nn import Decoupled, recalibrate, saturation
 from hypersphere.recipe import Recipe
 from hypersphere.recipe.seeds import epoch_order
@@ -25,18 +28,20 @@ from hypersphere.runs.read import EVALUATION, FEATURES
 from hypersphere.runs.system import System
 
 
-def outputs_of(system: System, data: Dataset, data_root: Path | None = None) -> Outputs:
+def outputs_of(system: System, data: Dataset, data_root: Path | None = None, group: Group | None = None) -> Outputs:
     """Features and scores of the test split, and of the unseen classes where there are any.
 
     Args:
         system: What is evaluated.
         data: The data set.
         data_root: Where evaluations look for other data sets.
+        group: Processes that share the work, each with the system and the data: a process computes some of the
+            batches, and all get the outputs of all. ``None``: this one alone.
     """
-    features, logits, labels = _extract(system, data.test)
+    features, logits, labels = _extract(system, data.test, group)
     unseen_features, unseen_labels = None, None
     if data.unseen is not None:
-        unseen_features, _, unseen_labels = _extract(system, data.unseen)
+        unseen_features, _, unseen_labels = _extract(system, data.unseen, group)
     weight = system.head.class_vectors.float().clone()
     return Outputs(
         features,
@@ -52,11 +57,13 @@ def outputs_of(system: System, data: Dataset, data_root: Path | None = None) -> 
         predict=system.scores,
         seed=system.recipe.seed,
         data_root=data_root,
+        group=group,
+        together=_held_together(system),
     )
 
 
 def metrics_of(system: System, outputs: Outputs) -> dict[str, float]:
-    """What the system's recipe asks to measure of its outputs.
+    """What the system's recipe asks to measure of its outputs; processes that have shared these share this, too.
 
     Args:
         system: What is evaluated.
@@ -75,7 +82,7 @@ def metrics_of(system: System, outputs: Outputs) -> dict[str, float]:
         place = () if error.argument == "metrics" else ("metrics", index)
         raise recipe.blame(error, "evaluate", *place) from error
     if recipe.evaluate.recalibrate and outputs.data is not None:
-        found["accuracy_recalibrated"] = _recalibrated_accuracy(system, outputs.data, recipe)
+        found["accuracy_recalibrated"] = _recalibrated_accuracy(system, outputs.data, recipe, outputs.group)
     return found
 
 
@@ -83,6 +90,8 @@ def write_evaluation(
     run: RunFolder, system: System, outputs: Outputs, metrics: dict[str, float], step: int | None = None
 ) -> None:
     """Keep the metrics of a run, and the tensors that its report draws.
+
+    Processes that have shared the outputs all call it, and the first one writes.
 
     Args:
         run: Where to.
@@ -94,8 +103,6 @@ def write_evaluation(
     data = outputs.data
     if data is None:
         raise ArgumentError("outputs", "must have their data set, got None")
-    with atomic_write(run.path / "evaluation.json") as file:
-        json.dump({"step": system.step if step is None else step, "metrics": metrics}, file, indent=2)
     tensors = {"features": outputs.features, "labels": outputs.labels, "centres": outputs.weight}
     tensors |= _of_classes(system, outputs)
     if outputs.unseen_features is not None and outputs.unseen_labels is not None:
@@ -104,22 +111,41 @@ def write_evaluation(
     tensors |= {f"{ARTEFACT}{name}": value.detach().clone() for name, value in outputs.artefacts.items()}
     tensors |= _learned(system, data)
     facts = {"class_names": [*data.class_names], "unseen_names": [*data.unseen_names]}
-    artefacts.write(run.path / FEATURES, EVALUATION, tensors, recipe=system.recipe.hash, facts=facts)
+
+    def write() -> None:
+        with atomic_write(run.path / "evaluation.json") as file:
+            json.dump({"step": system.step if step is None else step, "metrics": metrics}, file, indent=2)
+        artefacts.write(run.path / FEATURES, EVALUATION, tensors, recipe=system.recipe.hash, facts=facts)
+
+    on_first(write, outputs.group)
 
 
 @torch.no_grad()
-def _extract(system: System, split: Split) -> tuple[Tensor, Tensor, Tensor]:
+def _extract(system: System, split: Split, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
     """Features, scores and labels of a split."""
     system.model.eval()
     system.head.eval()
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    with orthogonal.cached(system.model):
-        for images, labels in evaluation_batches(split, system.recipe.evaluate.batch_size, system.device):
+    size, labels = system.recipe.evaluate.batch_size, split.labels.to(system.device, copy=True)
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    own = processes.batches(len(split), size, group)
+    # Weights that processes hold together are there when all ask for them: who has a batch less computes one in vain.
+    most = -(-len(split) // (size * processes.place(group)[1])) if _held_together(system) else 0
+    with agreed(group), orthogonal.cached(system.model):
+        for number, rows in enumerate([*own, *[slice(0, size)] * (most - len(own))]):
+            chosen = torch.arange(len(split))[rows]
+            ((images, _),) = evaluation_batches(split.select(chosen, split.labels[chosen]), size, system.device)
             with system.autocast():
                 features = system.model(system.preprocess(images))
-            found.append((features.float(), system.head.logits(features), labels))
-    features, logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return features, logits, labels
+            scores = system.head.logits(features)
+            if number < len(own):
+                found[0].append(features.float())
+                found[1].append(scores)
+        return gathered(found[0], group), gathered(found[1], group), labels
+
+
+def _held_together(system: System) -> bool:
+    """Whether processes hold the weights of a system together."""
+    return any(is_sharded(parameter) for module in (system.model, system.head) for parameter in module.parameters())
 
 
 evaluations.declare(
@@ -135,7 +161,7 @@ evaluations.declare(
 )
 
 
-def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe) -> float:
+def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe, group: Group | None) -> float:
     """Test accuracy with statistics over training images in place of the running ones, which may lag behind."""
     size = recipe.data.batch_size
     chosen = epoch_order(len(data.train), recipe.seed, 0)[: recipe.evaluate.recalibrate * size]
@@ -145,7 +171,7 @@ def _recalibrated_accuracy(system: System, data: Dataset, recipe: Recipe) -> flo
         with system.autocast():
             batches = evaluation_batches(part, size, system.device)
             recalibrate(system.model, (system.preprocess(images) for images, _ in batches))
-        _, logits, labels = _extract(system, data.test)
+        _, logits, labels = _extract(system, data.test, group)
     finally:
         for buffer, value in zip(system.model.buffers(), before, strict=True):
             buffer.copy_(value)
@@ -161,7 +187,7 @@ def _of_classes(system: System, outputs: Outputs) -> dict[str, Tensor]:
     if outputs.class_counts is not None:
         found["class_counts"] = outputs.class_counts
     bias = getattr(system.head, "bias", None)  # a head that has no classes has no such attribute
-    return found if bias is None else found | {"bias": bias.float().clone()}
+    return found if bias is None else found | {"bias": whole(bias).float().clone()}
 
 
 @torch.no_grad()
@@ -181,7 +207,7 @@ def learned_parameters(model: nn.Module) -> dict[str, Tensor]:
                 "radius": layer.radius if getattr(layer.operator, "learn_radius", False) else None,
                 "k": layer.k,
             }
-            found |= {layer_name(key, place, name): v.clone() for key, v in learned.items() if v is not None}
+            found |= {layer_name(key, place, name): whole(v).clone() for key, v in learned.items() if v is not None}
     return found
 
 
@@ -201,5 +227,5 @@ def _learned(system: System, data: Dataset) -> dict[str, Tensor]:
         }
     first = next((layer for layer in system.model.modules() if isinstance(layer, nn.Conv2d)), None)
     if first is not None and first.groups == 1 and first.in_channels in (1, 3):
-        found["filters"] = first.weight.float().clone()
+        found["filters"] = whole(first.weight).float().clone()
     return found

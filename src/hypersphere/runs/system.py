@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from hypersphere import orthogonal
 from hypersphere.data import Dataset
 from hypersphere.data.preprocess import Preprocess
+from hypersphere.data.splits import image_files
 from hypersphere.losses import MarginSoftmax
+from hypersphere.metrics.processes import Group, agreed, gathered, share
 from hypersphere.recipe import Recipe
 from hypersphere.runs.artefacts import RunError
 from hypersphere.runs.device import AUTOCAST
@@ -42,6 +45,8 @@ class System:
     ``(C, H, W)`` or ``(N, C, H, W)``, of bytes or of floating-point numbers in [0, 1]; one of them, or a list. Files,
     pictures and arrays of bytes are brought to the size that the model takes. One image gives one answer, several give
     as many. Samples of other kinds are arrays or tensors.
+
+    Processes that are given the same images and a ``group`` each compute some batches, and get the answers for all.
 
     Args:
         model: From samples to features ``(B, D)``, in evaluation mode.
@@ -76,22 +81,22 @@ class System:
     missing: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def __call__(self, images: Sample | Sequence[Sample]) -> Tensor:
+    def __call__(self, images: Sample | Sequence[Sample], *, group: Group | None = None) -> Tensor:
         """Scores of the classes without margin ``(N, C)``, or ``(C,)`` for one image."""
-        return self._joined(images, [self.head.logits(features) for features in self._features(images)])
+        return self._found(images, self.head.logits, group)
 
     @torch.no_grad()
-    def embed(self, images: Sample | Sequence[Sample]) -> Tensor:
+    def embed(self, images: Sample | Sequence[Sample], *, group: Group | None = None) -> Tensor:
         """Features ``(N, D)``, or ``(D,)`` for one image; the cosine compares them."""
-        return self._joined(images, list(self._features(images)))
+        return self._found(images, lambda features: features, group)
 
-    def predict(self, images: Sample | Sequence[Sample]) -> Any:
+    def predict(self, images: Sample | Sequence[Sample], *, group: Group | None = None) -> Any:
         """The most likely class of every image, with its share of the softmax over the scores.
 
         Returns:
             A :class:`Prediction` for one image, a list of them for several.
         """
-        scores = self(images)
+        scores = self(images, group=group)
         if not self.classes or scores.shape[-1] != len(self.classes):
             raise RunError(f"run {self.name!r} is of no classifier: its head has {scores.shape[-1]} scores")
         best, places = scores.reshape(-1, scores.shape[-1]).float().softmax(1).max(1)
@@ -141,9 +146,18 @@ class System:
                     features = self.model((self.preprocess.scaled if scaled else self.preprocess)(samples))
                 yield features.float()
 
-    def _joined(self, given: Any, found: list[Tensor]) -> Tensor:
-        joined = torch.cat(found) if found else torch.zeros(0, device=self.device)
-        return joined[0] if is_single(given, self.shape, self.images) else joined
+    def _found(self, given: Any, answer: Callable[[Tensor], Tensor], group: Group | None) -> Tensor:
+        """Answers to the features of all samples, of which each process computes some batches."""
+        if is_single(given, self.shape, self.images):
+            return torch.cat([answer(features) for features in self._features(given)])[0]
+        with agreed(group):
+            if group is not None:
+                several = image_files(Path(given)) if isinstance(given, str | Path) else given
+                if not len(several):
+                    return torch.zeros(0, device=self.device)
+                given = several[share(len(several), group, BATCH)]
+            found = [answer(features) for features in self._features(given)]
+            return gathered(found, group) if found or group is not None else torch.zeros(0, device=self.device)
 
 
 def weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -14,17 +14,23 @@ from hypersphere.diagnostics import angular_fisher_score
 from hypersphere.evaluate import Metric, Outputs, evaluations
 from hypersphere.metrics.basic import equal_error_rate, pair_similarity
 from hypersphere.metrics.folds import lfw10
-from hypersphere.tasks.faces.data import Pairs, lfw_pairs
+from hypersphere.metrics.processes import batches, gathered
+from hypersphere.tasks.faces.data import AlignedSplit, Pairs, lfw_pairs
 
 BATCH = 500
 """Faces that go through the network together."""
 
 
 @lru_cache(maxsize=1)
-def _faces(size: tuple[int, int], root: Path | None) -> tuple[Pairs, Tensor]:
-    """Pairs and aligned faces ``(N, 3, H, W)``, decoded once for all evaluations of a process."""
-    pairs, faces = lfw_pairs(root, size)
-    return pairs, torch.stack([faces.read(index) for index in range(len(faces))])
+def _pairs(size: tuple[int, int], root: Path | None) -> tuple[Pairs, AlignedSplit]:
+    return lfw_pairs(root, size)
+
+
+@lru_cache(maxsize=1)
+def _faces(size: tuple[int, int], root: Path | None, chosen: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """Batches of aligned faces ``(B, 3, H, W)``, decoded once for all evaluations of a process."""
+    faces = _pairs(size, root)[1]
+    return [torch.stack([faces.read(index) for index in range(*rows)]) for rows in chosen]
 
 
 @evaluations.register(
@@ -53,6 +59,7 @@ def _faces(size: tuple[int, int], root: Path | None) -> tuple[Pairs, Tensor]:
             help="Equal error rate on LFW's pairs of faces. Lower is better.",
         ),
     ),
+    shares=True,
 )
 @torch.no_grad()
 def lfw(
@@ -74,13 +81,16 @@ def lfw(
     shape = outputs.data.test.shape
     if len(shape) != 3 or shape[0] != 3:
         raise DataError(f"LFW needs a network of colour images, but this one takes samples of the shape {shape}.")
-    pairs, faces = _faces((shape[1], shape[2]), Path(folder) if folder else outputs.data_root)
+    place = (shape[1], shape[2]), Path(folder) if folder else outputs.data_root
+    pairs, faces = _pairs(*place)
     device = outputs.features.device
-    parts = []
-    for images in faces.split(BATCH):
+    chosen = tuple((rows.start, rows.stop) for rows in batches(len(faces), BATCH, outputs.group))
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for images in _faces(*place, chosen):
         scaled = images.to(device).float() / 255
-        parts.append((outputs.features_of(scaled), outputs.features_of(scaled.flip(3))))
-    plain, mirrored = (torch.cat(sides) for sides in zip(*parts, strict=True))
+        sides[0].append(outputs.features_of(scaled))
+        sides[1].append(outputs.features_of(scaled.flip(3)))
+    plain, mirrored = (gathered(parts, outputs.group) for parts in sides)
     left, right = pairs.left.to(device), pairs.right.to(device)
     same = pairs.same.to(device)
     found = lfw10(

@@ -22,6 +22,7 @@ from hypersphere.runs.artefacts import ARTEFACT
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.read import EVALUATION, FEATURES
 from hypersphere.tasks.robustness.evaluation import explain
+from hypersphere.train.distributed import own_device, world
 
 
 def attack_run(
@@ -54,16 +55,21 @@ def attack_run(
     content = plan.model_dump(mode="json")
     content["evaluate"]["metrics"] = [{"name": "attacks", **options}]
     checked = recipe.check(content)
-    trained, data = load_with_data(run, data_root, device=device)
-    system = replace(trained, recipe=checked)
-    outputs = outputs_of(system, data, data_root or folder.data_root())
-    metrics = metrics_of(system, outputs)
-    _show(str(folder.facts()["name"]), metrics)
-    if keep:
-        outputs.artefacts.update(_other_pictures(folder))
-        others = {name: value for name, value in before.items() if not is_of_attacks(name)}
-        write_evaluation(folder, trained, outputs, others | metrics)
-        console.print(f"Kept in {folder.path}; see them with `hypersphere report {folder.path}`", highlight=False)
+    place = own_device(device)
+    with world(place) as here:
+        trained, data = load_with_data(run, data_root, device=place)
+        system = replace(trained, recipe=checked)
+        outputs = outputs_of(system, data, data_root or folder.data_root(), here.group)
+        metrics = metrics_of(system, outputs)
+        if here.main:
+            _show(str(folder.facts()["name"]), metrics)
+        if keep:
+            outputs.artefacts.update(_other_pictures(folder))
+            others = {name: value for name, value in before.items() if not is_of_attacks(name)}
+            write_evaluation(folder, trained, outputs, others | metrics)
+            if here.main:
+                hint = f"see them with `hypersphere report {folder.path}`"
+                console.print(f"Kept in {folder.path}; {hint}", highlight=False)
 
 
 def is_of_attacks(name: str) -> bool:

@@ -7,8 +7,9 @@ take their gradients elsewhere or need none, more steps, another loss, and budge
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from hypersphere.attacks import Attack, DeepFool, Predict, attacked, attacks, gradients, lengths
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.evaluate import Metric, Outputs, evaluations
+from hypersphere.metrics.processes import Group, batches, gathered, on_first
 
 Bounded = Literal["fgsm", "bim", "pgd", "square"]
 """Attacks that have a budget."""
@@ -181,6 +183,7 @@ def _under(name: str, title: str, what: str, *, detail: bool = False) -> Metric:
             detail=True,
         ),
     ),
+    shares=True,
 )
 def robustness(
     outputs: Outputs,
@@ -227,7 +230,7 @@ def robustness(
         check_range("strengths", strength, 0)
     chosen, labels = _samples(outputs, images)
     predict = _required(outputs.predict)
-    run = _Measure(predict, chosen, labels, eps, steps, queries, batch_size, outputs.seed)
+    run = _Measure(predict, chosen, labels, eps, steps, queries, batch_size, outputs.seed, outputs.group)
     found = {"accuracy_natural": run.accuracy(chosen)}
     adversarial: dict[str, Tensor] = {}
     for name in attacks:
@@ -235,9 +238,7 @@ def robustness(
         found[f"accuracy_{name}"] = run.accuracy(adversarial[name])
     curves = _curves(run, attacks, strengths or tuple(eps * factor for factor in FACTORS), found)
     if source is not None:
-        other = source_predict(source, outputs)
-        for name in attacks:
-            found[f"accuracy_transfer_{name}"] = run.accuracy(run.attacked(name, predict=other))
+        found |= _transfers(run, attacks, source, outputs)
     if masking:
         found |= _checks(run, attacks, curves, found)
     if deepfool:
@@ -259,9 +260,11 @@ class _Measure:
         queries: int,
         batch_size: int,
         seed: int,
+        group: Group | None,
     ) -> None:
         self.predict, self.images, self.labels = predict, images, labels
         self.eps, self.steps, self.queries, self.batch_size, self.seed = eps, steps, queries, batch_size, seed
+        self.group = group
 
     def attack(self, name: str, **options: object) -> Attack:
         """An attack with the constants that it takes."""
@@ -272,12 +275,24 @@ class _Measure:
     def attacked(self, name: str, *, predict: Predict | None = None, **options: object) -> Tensor:
         """Adversarial images, by the gradients of another model if it is given."""
         attack, predict = self.attack(name, **options), predict or self.predict
-        return attacked(attack, predict, self.images, self.labels, batch_size=self.batch_size, seed=self.seed)
+        return attacked(
+            attack,
+            predict,
+            self.images,
+            self.labels,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            group=self.group,
+        )
+
+    def in_batches(self, function: Callable[[slice], Tensor], total: int) -> Tensor:
+        """What a function finds of each batch of ``total`` rows, each process calling it for some of them."""
+        return gathered([function(rows) for rows in batches(total, self.batch_size, self.group)], self.group)
 
     @torch.no_grad()
     def classes(self, images: Tensor) -> Tensor:
         """Predicted classes."""
-        return torch.cat([self.predict(part).argmax(1) for part in images.split(self.batch_size)])
+        return self.in_batches(lambda rows: self.predict(images[rows]).argmax(1), len(images))
 
     def accuracy(self, images: Tensor) -> float:
         """Share of right classes."""
@@ -352,9 +367,11 @@ def _checks(
 
 def _zero_gradients(run: _Measure) -> float:
     """Share of the images whose loss has no slope at all."""
-    parts = zip(run.images.split(run.batch_size), run.labels.split(run.batch_size), strict=True)
-    flat = [(gradients(run.predict, *part)[0].flatten(1) == 0).all(1) for part in parts]
-    return float(torch.cat(flat).double().mean())
+
+    def flat(rows: slice) -> Tensor:
+        return (gradients(run.predict, run.images[rows], run.labels[rows])[0].flatten(1) == 0).all(1)
+
+    return float(run.in_batches(flat, len(run.images)).double().mean())
 
 
 def _deepfool(run: _Measure, count: int, artefacts: dict[str, Tensor]) -> dict[str, float]:
@@ -367,7 +384,7 @@ def _deepfool(run: _Measure, count: int, artefacts: dict[str, Tensor]) -> dict[s
         return {}
     # A copy of an image for each class is in memory.
     size = max(1, run.batch_size // 5)
-    changed = attacked(DeepFool(), run.predict, images, labels, batch_size=size, seed=run.seed)
+    changed = attacked(DeepFool(), run.predict, images, labels, batch_size=size, seed=run.seed, group=run.group)
     missed = run.classes(changed) == labels  # where there is no slope the change is 0, which must not look small
     result = {}
     norms: tuple[Literal["l2", "linf"], ...] = ("l2", "linf")
@@ -398,8 +415,8 @@ def _keep(
         changed, part = adversarial[strongest], _evenly(len(run.labels), DRAWN).to(run.labels.device)
         natural_classes, classes = run.classes(run.images), run.classes(changed)
         if outputs.features_of is not None:
-            kept["natural"] = _features(outputs.features_of, run.images[part], run.batch_size)
-            kept["adversarial"] = _features(outputs.features_of, changed[part], run.batch_size)
+            kept["natural"] = _features(outputs.features_of, run.images[part], run)
+            kept["adversarial"] = _features(outputs.features_of, changed[part], run)
             kept["labels"], kept["fooled"] = run.labels[part], (classes != run.labels)[part]
         # First those that were right and are not any more.
         telling = (natural_classes == run.labels).int() + (classes != run.labels).int()
@@ -411,8 +428,22 @@ def _keep(
     outputs.artefacts.update({f"attacks/{name}": value.cpu().contiguous() for name, value in kept.items()})
 
 
-def _features(features_of: Predict, images: Tensor, batch_size: int) -> Tensor:
-    return torch.cat([features_of(part) for part in images.split(batch_size)]).float()
+def _features(features_of: Predict, images: Tensor, run: _Measure) -> Tensor:
+    return run.in_batches(lambda rows: features_of(images[rows]), len(images)).float()
+
+
+def _transfers(run: _Measure, names: tuple[Bounded, ...], source: str, outputs: Outputs) -> dict[str, float]:
+    """Accuracy under the attacks that are made for another model."""
+    # Late: a trained run is loaded without the trainer.
+    from hypersphere.train.beside import names_recipe  # noqa: PLC0415
+
+    def measured(group: Group | None) -> dict[str, float]:
+        other, here = source_predict(source, outputs), copy.copy(run)
+        here.group = group
+        return {f"accuracy_transfer_{name}": here.accuracy(here.attacked(name, predict=other)) for name in names}
+
+    # One that is trained for this is known to the process that trained it.
+    return on_first(lambda: measured(None), run.group) if names_recipe(source) else measured(run.group)
 
 
 def source_predict(source: str | Path, outputs: Outputs) -> Predict:
