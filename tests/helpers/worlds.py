@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SLOW = ("hypersphere", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+"""What takes long to import, and does so once for all processes."""
 SECONDS = 120
 
 
@@ -32,7 +34,7 @@ class World:
         self._folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
         context = mp.get_context("forkserver")  # which has imported torch already
-        context.set_forkserver_preload(["hypersphere", "helpers.worlds"])
+        context.set_forkserver_preload(["helpers.worlds", *SLOW])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

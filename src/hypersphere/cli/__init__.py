@@ -54,10 +54,13 @@ def main(run: Callable[[], None] | None = None) -> None:
     try:
         with messages(debug):
             run()
-    except SystemExit as end:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _leave(end.code)
-        raise
+    except BaseException as end:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+        if not isinstance(end, SystemExit):
+            sys.excepthook(type(end), end, end.__traceback__)
+            _leave(1)
+        _leave(end.code)
 
 
 def _leave(code: object) -> NoReturn:

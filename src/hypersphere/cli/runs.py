@@ -14,16 +14,20 @@ from hypersphere.cli.options import Device, Run, RunDataRoot, Runs
 from hypersphere.cli.terminal import console
 from hypersphere.runs import RunFolder, described, load_with_data
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
+from hypersphere.train.distributed import own_device, world
 
 
 def evaluate_run(run: Run, device: Device = "auto", data_root: RunDataRoot = None) -> None:
-    """Measure the last checkpoint of a run again and show its metrics."""
+    """Measure the last checkpoint of a run again and show its metrics; under torchrun the processes share the work."""
     folder = RunFolder.open(run)
-    system, data = load_with_data(run, data_root, device=device)
-    outputs = outputs_of(system, data, data_root or folder.data_root())
-    write_evaluation(folder, system, outputs, metrics_of(system, outputs))
-    folder.write_facts(**described(data))  # runs of older versions do not say it
-    show_metrics([folder])
+    place = own_device(device)
+    with world(place) as here:
+        system, data = load_with_data(run, data_root, device=place)
+        outputs = outputs_of(system, data, data_root or folder.data_root(), here.group)
+        write_evaluation(folder, system, outputs, metrics_of(system, outputs))
+        if here.main:
+            folder.write_facts(**described(data))  # runs of older versions do not say it
+            show_metrics([folder])
 
 
 def report_runs(

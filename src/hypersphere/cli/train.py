@@ -6,16 +6,15 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from hypersphere import recipe, report
 from hypersphere.cli.options import DataRoot, Device, Overrides, Run, RunDataRoot
 from hypersphere.cli.runs import show_metrics, write_report
 from hypersphere.cli.terminal import console
-from hypersphere.runs import RunFolder, pick_device
+from hypersphere.runs import RunFolder
 from hypersphere.train import ProgressBar, Trainer
-from hypersphere.train.distributed import world
+from hypersphere.train.distributed import own_device, world
 
 DEMO = ("digits-softmax", "digits-a-softmax", "digits-arcface")
 
@@ -60,9 +59,7 @@ def _is_main() -> bool:
 
 
 def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | None) -> RunFolder:
-    device = pick_device(device_name)
-    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = own_device(device_name)
     with world(device) as here:
         run = RunFolder(path)
         if run.recipe_file.exists():
@@ -79,6 +76,8 @@ def _train(plan: recipe.Recipe, path: Path, device_name: str, data_root: Path | 
             last = run.latest_checkpoint()
             going_on = f", going on from {last.name}" if last else ""
             console.print(f"Training {plan.name} on {device} in {path}{going_on}", highlight=False, soft_wrap=True)
+            if here.size > 1:
+                console.print(trainer.division, highlight=False, soft_wrap=True)
         here.barrier()
         try:
             trainer.fit()

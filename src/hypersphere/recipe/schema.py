@@ -195,6 +195,14 @@ class Optimiser(Part):
         """Not built before there are parameters."""
 
 
+class Parallel(Keys):
+    """How several processes (torchrun) divide the work."""
+
+    head: Literal["replicate", "shard"] | None = Field(
+        None, description="whole on every process, or its classes divided among them; by default by their number"
+    )
+
+
 class Train(Keys):
     """Length, precision and housekeeping of the training loop."""
 
@@ -209,6 +217,7 @@ class Train(Keys):
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: Annotated[int, Housekeeping] = Field(2, ge=1)
     tensorboard: Annotated[bool, Housekeeping] = True
+    parallel: Annotated[Parallel, Housekeeping] = Parallel()
 
 
 class Evaluate(Keys):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hypersphere.losses.sharding import by_kind
+
 
 class Averages:
     """Moving average of every parameter, where a run has them.
@@ -35,7 +37,9 @@ class Averages:
     def update(self) -> None:
         """Take the parameters of a step in: device work alone."""
         if self.decay is not None:
-            torch._foreach_lerp_(self.values, [p.detach() for p in self.parameters], 1 - self.decay)
+            now = by_kind([p.detach() for p in self.parameters])
+            for averages, parameters in zip(by_kind(self.values), now, strict=True):
+                torch._foreach_lerp_(averages, parameters, 1 - self.decay)
 
     def replaced(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start anew with parameters whose values mean something else now."""
@@ -56,8 +60,13 @@ class Averages:
             return
         parameters = [p.detach() for p in self.parameters]
         trained = [p.clone() for p in parameters]
-        torch._foreach_copy_(parameters, self.values)
+        self._copy(parameters, self.values)
         try:
             yield
         finally:
-            torch._foreach_copy_(parameters, trained)
+            self._copy(parameters, trained)
+
+    @staticmethod
+    def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for there, here in zip(by_kind(to), by_kind(values), strict=True):
+            torch._foreach_copy_(there, here)

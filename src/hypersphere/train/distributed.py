@@ -5,6 +5,10 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import signal
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere.errors import ArgumentError
+from hypersphere.losses import MarginSoftmax
+from hypersphere.losses.sharding import whole
+from hypersphere.metrics.processes import Group, is_agreed
 from hypersphere.nn import Decoupled
+from hypersphere.optim import row_parameters
+from hypersphere.runs.device import pick_device
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,22 @@ class World:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
-    def share(self, batch_size: int) -> slice:
-        """The part of a batch that this process works on."""
-        if batch_size % self.size:
-            raise ArgumentError("batch_size", f"must be a multiple of the {self.size} processes, got {batch_size}")
-        local = batch_size // self.size
-        return slice(self.rank * local, (self.rank + 1) * local)
+    @property
+    def group(self) -> Group | None:
+        """The processes that share an evaluation; ``None`` for one alone."""
+        return dist.group.WORLD if self.size > 1 else None
+
+    def share(self, batch_size: int, even: bool = False) -> slice:
+        """The part of a batch that this process works on.
+
+        Args:
+            batch_size: Samples over all processes.
+            even: Whether all parts must have one size.
+        """
+        if batch_size % self.size and even:
+            why = f"must be a multiple of the {self.size} processes, got {batch_size}"
+            raise ArgumentError("batch_size", f"{why}; with train.parallel.head=shard it need not be")
+        return slice(self.rank * batch_size // self.size, (self.rank + 1) * batch_size // self.size)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of a tensor over the processes."""
@@ -62,16 +81,54 @@ def world(device: torch.device) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    # A long timeout: the other processes wait while the main one evaluates.
+    # A long timeout: the other processes wait while the main one measures what is not shared.
     hours = datetime.timedelta(hours=2)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    options: dict[str, Any] = {"timeout": hours} | _of_this_attempt(hours)
     if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=hours, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", timeout=hours)
+        dist.init_process_group("gloo", **options)
     try:
         yield World(dist.get_rank(), dist.get_world_size())
+    except Exception as error:
+        if is_agreed(error):  # torchrun ends all when one ends, and the main one may still be writing
+            dist.barrier()
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where the processes find each other, apart from those that ``torchrun`` started before and that were killed.
+
+    Its store outlives them, so that addresses of dead processes would be found in it. Of several agents the number of
+    attempts differs: there ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` gives each attempt a store (docs/scale.md).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_attempt = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return {"store": of_attempt, "rank": rank, "world_size": size}
+
+
+def _end_with(parent: int, seconds: float = 0.5) -> None:
+    """End this process when the agent of ``torchrun`` is gone that started it: nobody would restart or stop it."""
+    while os.getppid() == parent:
+        time.sleep(seconds)
+    sys.stderr.write("error: torchrun, which started this process, is gone; the last checkpoint stands\n")
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGTERM)
+
+
+def own_device(name: str) -> torch.device:
+    """The device called ``name``; under ``torchrun`` that of this process, which becomes the current one."""
+    device = pick_device(name)
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+    return device
 
 
 class _SumOverProcesses(torch.autograd.Function):
@@ -97,8 +154,9 @@ def _synchronised_forward(layer: _BatchNorm, x: Tensor) -> Tensor:
     axes = [axis for axis in range(x.dim()) if axis != 1]
     shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
     values = x.float()
-    count = x.numel() // x.shape[1] * dist.get_world_size()
-    mean = _SumOverProcesses.apply(values.sum(axes)) / count
+    here = values.new_full((1,), x.numel() // x.shape[1])  # not as many on every process
+    *_, sums, count = _SumOverProcesses.apply(torch.cat([values.sum(axes), here])).tensor_split([0, x.shape[1]])
+    mean = sums / count
     centred = values - mean.view(shape)
     variance = _SumOverProcesses.apply(centred.square().sum(axes)) / count
     if layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None:
@@ -106,7 +164,7 @@ def _synchronised_forward(layer: _BatchNorm, x: Tensor) -> Tensor:
             layer.num_batches_tracked += 1
             rate = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
             layer.running_mean.lerp_(mean, rate)
-            layer.running_var.lerp_(variance * (count / max(count - 1, 1)), rate)
+            layer.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), rate)
     result = centred * (variance + layer.eps).rsqrt().view(shape)
     if layer.affine:
         result = result * layer.weight.view(shape) + layer.bias.view(shape)
@@ -126,12 +184,60 @@ def synchronise_statistics(module: nn.Module) -> None:
             layer.forward = functools.partial(_synchronised_forward, layer)  # type: ignore[method-assign]
 
 
+SHARDED_FROM = 20_000
+"""Classes of each process from which dividing them costs less than it saves; see docs/scale.md."""
+
+
+def divides_head(asked: str | None, classes: int, world: World) -> bool:
+    """Whether the classes of a head are divided among processes.
+
+    Args:
+        asked: ``"shard"``, ``"replicate"``, or ``None``: by the number of classes.
+        classes: That number.
+        world: This process among all.
+
+    Example:
+        >>> [divides_head(None, classes, World(0, 4)) for classes in (10, 100_000)]
+        [False, True]
+    """
+    return world.size > 1 and (asked == "shard" or (asked is None and classes >= SHARDED_FROM * world.size))
+
+
+@contextmanager
+def whole_head(head: MarginSoftmax) -> Iterator[None]:
+    """Put all classes of a divided head on every process meanwhile: the main one measures alone."""
+    if head.shards is None:
+        yield
+        return
+    kept = {name: getattr(head, name) for name in head.class_rows if getattr(head, name) is not None}
+    with torch.no_grad():
+        every = {name: whole(tensor).clone() for name, tensor in kept.items()}
+    for name, tensor in every.items():
+        setattr(head, name, nn.Parameter(tensor) if isinstance(kept[name], nn.Parameter) else tensor)
+    try:
+        yield
+    finally:
+        for name, tensor in kept.items():
+            setattr(head, name, tensor)
+
+
 def sharded(objective: nn.Module, world: World) -> Any:
-    """``objective`` as every process calls it for its share of a batch, with the gradients of the whole batch."""
+    """``objective`` as every process calls it for its share of a batch, with the gradients of the whole batch.
+
+    But for sparse gradients, which the step gathers itself.
+    """
     if world.size == 1:
         return objective
     synchronise_statistics(objective)
+    divided = [name for name, tensor in _tensors(objective) if hasattr(tensor, "device_mesh")]
+    alone = {*divided, *row_parameters(objective)}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, alone)
     with warnings.catch_warnings():
         # Newer torch has another name for the option, which older torch does not know.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated")
         return DistributedDataParallel(objective, broadcast_buffers=False)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

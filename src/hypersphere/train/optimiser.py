@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from hypersphere import optim
 from hypersphere.errors import ArgumentError
-from hypersphere.optim import OGD
+from hypersphere.neurons import is_sharded
+from hypersphere.optim import OGD, row_parameters
 from hypersphere.optim.orthogonal import FORMS
+from hypersphere.optim.rows import BY_NAME
 from hypersphere.optimisers import Groups, optimisers
 from hypersphere.recipe import Optimiser
 
@@ -23,8 +25,11 @@ def parameter_groups(
 ) -> Groups:
     """Parameter groups with the names that messages and logs use, each with its learning rate as a device tensor.
 
-    They are those of :func:`hypersphere.optim.parameter_groups`; a section may change rates and decays of its own.
+    They are those of :func:`hypersphere.optim.parameter_groups`, with ``sparse`` where a gradient holds some rows
+    alone, and without torch's fused operations where a parameter is sharded, which these do not know; a section may
+    change rates and decays of its own.
     """
+    rows = set(row_parameters(nn.ModuleList([model, head])).values())
     groups = optim.parameter_groups(
         model,
         head,
@@ -37,7 +42,12 @@ def parameter_groups(
             for rule in recipe.rules
         ],
     )
-    return [{**group, "lr": torch.tensor(group["lr"], device=device), "base_lr": group["lr"]} for group in groups]
+    return [
+        {**group, "lr": torch.tensor(group["lr"], device=device), "base_lr": group["lr"]}
+        | ({} if rows.isdisjoint(group["params"]) else {"sparse": True})
+        | ({"fused": False, "foreach": False} if any(map(is_sharded, group["params"])) else {})
+        for group in groups
+    ]
 
 
 def make_optimiser(groups: Groups, recipe: Optimiser) -> torch.optim.Optimizer:
@@ -47,7 +57,13 @@ def make_optimiser(groups: Groups, recipe: Optimiser) -> torch.optim.Optimizer:
     into and a captured step never allocates.
     """
     optimiser: torch.optim.Optimizer
-    if any(group.get("orthogonal") for group in groups):
+    orthogonal, sparse = (any(group.get(key) for group in groups) for key in ("orthogonal", "sparse"))
+    if sparse and recipe.name not in BY_NAME:
+        raise ArgumentError("name", f"must be one of {', '.join(BY_NAME)} for sparse gradients, got {recipe.name!r}")
+    if sparse and orthogonal:
+        why = "has no form for sparse gradients where matrices of rotations are trained themselves"
+        raise ArgumentError("name", f"{why}, got {recipe.name!r}")
+    if orthogonal:
         if recipe.name not in FORMS:
             allowed = f"must be one of {', '.join(FORMS)} where matrices of rotations are trained themselves"
             raise ArgumentError("name", f"{allowed}, got {recipe.name!r}")
@@ -56,7 +72,8 @@ def make_optimiser(groups: Groups, recipe: Optimiser) -> torch.optim.Optimizer:
         optimiser = OGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, betas=recipe.betas, **options)
     else:
         entry = optimisers[recipe.name]
-        optimiser = entry.factory(groups, **recipe.arguments_of(entry))
+        maker = BY_NAME[recipe.name] if sparse else entry.factory
+        optimiser = maker(groups, **recipe.arguments_of(entry))
     _create_state(optimiser)
     return optimiser
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hypersphere.recipe import Work
+from hypersphere.losses.sharding import Shards, local
+from hypersphere.recipe import Recipe, Work
+from hypersphere.runs import load_checkpoint
 from hypersphere.train.step import Step
 
 
@@ -31,6 +36,24 @@ def state_of(weights: Mapping[str, Tensor], works: Mapping[str, Work], step: Ste
         assert scaler._scale is not None and scaler._growth_tracker is not None
         found |= {"scaler.scale": scaler._scale, "scaler.growth": scaler._growth_tracker}
     return found
+
+
+def load_divided(folder: Path, into: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+    """Copy a checkpoint into tensors of which some are divided among processes; see :func:`load_checkpoint`.
+
+    A checkpoint holds whole tensors, so that any number of processes goes on from it.
+    """
+    places = {name: Shards.of(tensor) for name, tensor in into.items()}
+    every = {
+        name: tensor if places[name] is None else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in into.items()
+    }
+    state = load_checkpoint(folder, every, recipe)
+    with torch.no_grad():
+        for name, shards in places.items():
+            if shards is not None:
+                local(into[name]).copy_(every[name][slice(*shards.bounds())])
+    return state
 
 
 def tell_restored(works: Mapping[str, Work], state: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hypersphere.data.preprocess import Preprocess
+from hypersphere.losses.sharding import by_kind, whole
+from hypersphere.optim import gather_rows, row_parameters
 from hypersphere.recipe import Work
 from hypersphere.recipe.seeds import derive_seed
 from hypersphere.runs.device import AUTOCAST
@@ -70,6 +72,7 @@ class Step:
         self.clip_norm, self.averages = clip_norm, averages
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.generator = torch.Generator(self.device)
+        self.rows = [*row_parameters(objective).values()]
         self.groups = [str(group["name"]) for group in optimiser.param_groups]
         self.columns = [
             *objective.terms,
@@ -115,6 +118,7 @@ class Step:
             terms = self.forward(images, labels)
         self.scaler.scale(terms.sum()).backward()
         self.objective.together.forget()
+        gather_rows(self.rows)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimiser)
         norms = self._clip()
@@ -127,16 +131,24 @@ class Step:
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norm of all of them; of none, as in a head that trains no weights, 0 on the step's device."""
-        return get_total_norm(tensors) if tensors else torch.zeros((), device=self.device)
+        norms = [whole(get_total_norm(part)) for part in by_kind(tensors)]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
 
     def _clip(self) -> Tensor:
         """Gradient norms by parameter group, before the whole gradient is scaled down to ``clip_norm``."""
         members = [[p for p in group["params"] if p.grad is not None] for group in self.optimiser.param_groups]
-        norms = torch.stack([self._norm([p.grad for p in group if p.grad is not None]) for group in members])
+        norms = torch.stack([self._norm([_values(p.grad) for p in group]) for group in members])
         if self.clip_norm is not None:
-            everything = [p for group in members for p in group]
-            clip_grads_with_norm_(everything, self.clip_norm, torch.linalg.vector_norm(norms))
+            total = torch.linalg.vector_norm(norms)
+            for part in by_kind([p for group in members for p in group]):
+                clip_grads_with_norm_(part, self.clip_norm, total)
         return norms
+
+
+def _values(gradient: Tensor | None) -> Tensor:
+    """The numbers of a gradient; of a sparse one those of its rows, which has each of them once."""
+    assert gradient is not None
+    return gradient.values() if gradient.is_sparse else gradient
 
 
 class CapturedStep:

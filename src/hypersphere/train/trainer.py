@@ -16,18 +16,21 @@ from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs
 from hypersphere.losses import MarginSoftmax
+from hypersphere.losses.sharding import whole
+from hypersphere.metrics.processes import agreed
+from hypersphere.optim import row_parameters
 from hypersphere.recipe import Recipe, RecipeError, Training
-from hypersphere.runs import RunError, RunFolder, System, atomic_write, build, load_checkpoint, load_data
+from hypersphere.runs import RunError, RunFolder, System, atomic_write, build, load_data
 from hypersphere.runs.evaluation import metrics_of, outputs_of, write_evaluation
 from hypersphere.runs.system import described
 from hypersphere.train.assemble import make_step, works_of
 from hypersphere.train.averages import Averages
 from hypersphere.train.batches import BatchOrder
 from hypersphere.train.callbacks import Callback, TensorBoard
-from hypersphere.train.distributed import World
+from hypersphere.train.distributed import SHARDED_FROM, World, divides_head, whole_head
 from hypersphere.train.records import DivergedError, Records, diverged
 from hypersphere.train.signals import Interrupted, Stop
-from hypersphere.train.state import state_of, tell_restored
+from hypersphere.train.state import load_divided, state_of, tell_restored
 from hypersphere.train.step import CapturedStep, Step
 
 
@@ -75,8 +78,8 @@ class Trainer:
             raise RecipeError("evaluate.recalibrate needs a single process")
         self.data_root = data_root
         self.data = load_data(recipe, data_root) if data is None else data
-        self.order = self._make_order()
         self.model, self.head, self.preprocess = self._build(self.data)
+        self.order = self._make_order()
         facts = described(self.data)
         parts = (self.model, self.head, self.preprocess, self.data.class_names)
         self.system = System(*parts, recipe, self.data.train.shape, facts["images"], device, recipe.name)
@@ -92,7 +95,7 @@ class Trainer:
     def _make_order(self) -> BatchOrder:
         batch_size = self.recipe.data.batch_size
         try:
-            self.world.share(batch_size)
+            self.world.share(batch_size, even=self.head.shards is None)
             return BatchOrder(len(self.data.train), batch_size, self.recipe.seed)
         except ArgumentError as error:
             raise self.recipe.blame(error, "data") from error
@@ -105,14 +108,29 @@ class Trainer:
             preprocess.measure(data.train)
         elif recipe.data.normalise != "none":
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
-        return model.to(self.device), head.to(self.device), preprocess.to(self.device)
+        head = head.to(self.device)
+        if divides_head(recipe.train.parallel.head, head.classes, self.world):
+            if recipe.train.precision == "fp16":
+                raise RecipeError("train.precision must be 'bf16' or 'fp32' with train.parallel.head=shard, got 'fp16'")
+            head.shard(equal_batches=recipe.data.batch_size % self.world.size == 0)
+        return model.to(self.device), head, preprocess.to(self.device)
 
     def _capture(self) -> bool:
         asked = self.recipe.train.capture
-        possible = self.device.type == "cuda" and self.world.size == 1
+        sparse = row_parameters(self.model) | row_parameters(self.head)
+        possible = self.device.type == "cuda" and self.world.size == 1 and not sparse
         if asked and not possible:
-            raise RecipeError("train.capture needs a CUDA device and a single process")
+            raise RecipeError("train.capture needs a CUDA device, a single process and dense gradients")
         return possible if asked is None else asked
+
+    @property
+    def division(self) -> str:
+        """How the processes divide the work, and why, for people."""
+        size, classes = self.world.size, self.head.classes
+        asked = self.recipe.train.parallel.head
+        how = "its classes divided among them" if self.head.shards else "whole on each"
+        limit = f"{classes:,} classes, divided from {SHARDED_FROM * size:,}"
+        return f"{size} processes share each batch; the head: {how} ({limit if asked is None else 'as asked for'})"
 
     @property
     def terms(self) -> list[str]:
@@ -138,7 +156,7 @@ class Trainer:
         if checkpoint is not None:
             self.run.check_plugins()
             state = self.state()
-            saved = load_checkpoint(checkpoint, state, self.recipe)
+            saved = load_divided(checkpoint, state, self.recipe)
             tell_restored(self.works, state)
             self.step_number, self._records.pending = saved["step"], saved["pending"]
         measured = any(row["step"] == self.step_number and row["split"] == "test" for row in self.run.rows())
@@ -278,20 +296,22 @@ class Trainer:
             raise RunError(f"{error}\nTraining is kept up to step {self.step_number}: {again}") from error
 
     def _measure(self) -> None:
-        """Write a row of test metrics; the other processes wait for the main one."""
-        if self.world.main:
-            outputs = self.outputs()
-            if not bool(outputs.features.isfinite().all()):
-                raise diverged(self.run, self.step_number, "the features of test images became non-finite", ["model"])
-            metrics = self.metrics(outputs)
-            if self.step_number == self.recipe.train.steps:
-                with self.averages.in_place():
-                    write_evaluation(self.run, self.system, outputs, metrics, self.step_number)
-            # Last: a row says that the evaluation need not be done again.
-            self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
-            self._measure_sections()
-        self.world.barrier()
+        """Write a row of test metrics, which all processes measure together."""
+        with self.averages.in_place(), whole_head(self.head), agreed(self.world.group):
+            self._measure_all()
         self._train_mode()
+
+    def _measure_all(self) -> None:
+        outputs = self.outputs()
+        if not bool(outputs.features.isfinite().all()):
+            raise diverged(self.run, self.step_number, "the features of test images became non-finite", ["model"])
+        metrics = self.metrics(outputs)
+        if self.step_number == self.recipe.train.steps:
+            with self.averages.in_place():
+                write_evaluation(self.run, self.system, outputs, metrics, self.step_number)
+        # Last: a row says that the evaluation need not be done again.
+        self._write("on_evaluate", {"step": self.step_number, "split": "test", **metrics})
+        self._measure_sections()
 
     def _measure_sections(self, start: bool = False) -> None:
         """Write the rows that sections measure; of the start, unless that was done before an interruption."""
@@ -303,9 +323,10 @@ class Trainer:
                 self._write("on_measure", {"step": self.step_number, "split": work.split, **row})
 
     def _save(self) -> None:
+        state = {name: whole(tensor) for name, tensor in self.state().items()}
         if self.world.main:
             extra = {"recipe_hash": self.recipe.hash, "pending": self._records.pending}
-            folder = self.run.save_checkpoint(self.step_number, self.state(), extra, self.recipe.train.keep_checkpoints)
+            folder = self.run.save_checkpoint(self.step_number, state, extra, self.recipe.train.keep_checkpoints)
             self.run.write_facts(step=self.step_number)
             self.run.write_csv()
             self._notify("on_checkpoint", folder)
@@ -329,7 +350,7 @@ class Trainer:
     def outputs(self) -> Outputs:
         """Features and scores of the test split, and of the unseen classes where there are any."""
         with self.averages.in_place():
-            return outputs_of(self.system, self.data, self.data_root)
+            return outputs_of(self.system, self.data, self.data_root, self.world.group)
 
     def metrics(self, outputs: Outputs) -> dict[str, float]:
         """What the recipe asks to measure."""
