@@ -351,7 +351,7 @@ def test_two_runs_in_the_table_of_metrics(run_folder, finished, capsys):
         (["digits-arcfac"], "no recipe file or embedded recipe 'digits-arcfac'. Did you mean 'digits-arcface'?"),
         (["digits-arcface", "loss.m=9"], "override 'loss.m=9': loss.m must be at least 0 and at most 3.14159, got 9.0"),
         (["digits-arcface", "loss.m"], "override 'loss.m': write key=value"),
-        (["digits-softmax", "--device", "gpu"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        (["digits-softmax", "--device", "gpu"], "device must be 'auto', 'cpu', 'cuda', 'cuda:N' or 'mps', got 'gpu'"),
         (["digits-softmax", "model.dim=0"], "override 'model.dim=0': model.dim must be at least 1, got 0"),
         (["digits-softmax", "data.batch_size=100000"], "batch_size must be at most the"),
         (["digits-softmax", "data.name=cifar10", "model.name=plain-cnn"], "cifar10 was not found"),

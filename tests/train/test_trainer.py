@@ -464,9 +464,14 @@ def test_a_failing_callback_leaves_the_status_failed(tmp_path):
     assert RunFolder.open(tmp_path / "run").facts()["status"] == "failed"
 
 
-def test_devices_are_checked():
+def test_devices_are_checked(monkeypatch):
     assert pick_device("cpu") == CPU
-    for name in ("gpu7", "mps", "meta"):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("mps").type == "mps"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="device is 'mps', but torch sees no Metal device here"):
+        pick_device("mps")
+    for name in ("gpu7", "meta"):
         with pytest.raises(ArgumentError, match="device must be"):
             pick_device(name)
     with pytest.raises(ArgumentError, match=r"torch sees \d CUDA devices"):

@@ -31,11 +31,11 @@ from hypersphere.losses.objective import (
 )
 from hypersphere.losses.registry import HeadType, losses
 from hypersphere.losses.schedules import LambdaAnnealer, Schedule
-from hypersphere.losses.sharding import whole
 from hypersphere.losses.spec import HeadSpec
 from hypersphere.losses.state import HeadState, Kept, MarginSize
 from hypersphere.losses.streaming import ClassProblem, class_cosines, own_rows, scaled, target_angles
 from hypersphere.margins import Margin, NoMargin
+from hypersphere.neurons import whole
 
 CHUNKED_FROM = {"cpu": 32_768, "cuda": 262_144}
 """Number of classes from which the chunked path is the faster one, by device; measured."""

@@ -25,19 +25,21 @@ losses: Registry[MarginSoftmax] = Registry(
 )
 
 
-def create(name: str, *sizes: int, **options: Any) -> MarginSoftmax:
+def create(name: str, *sizes: int, mesh: Any = None, **options: Any) -> MarginSoftmax:
     """Build a head by name; ``hypersphere list losses`` prints the names and their options.
 
     Args:
         name: Name or alias; hyphens and underscores are the same.
         *sizes: Feature dimension D and number of classes C; also as ``dim=`` and ``classes=``.
+        mesh: Processes to divide the classes among; see :meth:`MarginSoftmax.shard`.
         **options: The member's own options.
 
     Example:
         >>> create("sphereface", 64, 10, m=3).classes
         10
     """
-    return losses.create(name, *sizes, **options)
+    head = losses.create(name, *sizes, **options)
+    return head if mesh is None else head.shard(mesh)
 
 
 class HeadType(Member, type):

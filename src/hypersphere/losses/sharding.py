@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError
 from hypersphere.losses.streaming import Statistics
+from hypersphere.neurons import is_sharded
 
 if TYPE_CHECKING:
     from hypersphere.losses.state import HeadState
@@ -52,9 +53,9 @@ class Shards:
     @classmethod
     def of(cls, weight: Tensor, subcentres: int = 1) -> Shards | None:
         """Those of a tensor; ``None`` where it is whole."""
-        mesh = getattr(weight, "device_mesh", None)
-        if mesh is None:
+        if not is_sharded(weight):
             return None
+        mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), weight.shape[0], subcentres)
 
     def bounds(self, rank: int | None = None) -> tuple[int, int]:
@@ -446,18 +447,8 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     parts: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in tensors:
-        parts[hasattr(tensor, "device_mesh")].append(tensor)
+        parts[is_sharded(tensor)].append(tensor)
     return [part for part in parts if part]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its rows, on all processes; one that is whole already is passed through.
-
-    Example:
-        >>> whole(torch.ones(2)).shape
-        torch.Size([2])
-    """
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -467,4 +458,5 @@ def local(tensor: Tensor) -> Tensor:
         >>> local(torch.ones(2)).shape
         torch.Size([2])
     """
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return found

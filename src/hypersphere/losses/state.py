@@ -20,8 +20,9 @@ from hypersphere.losses.processes import own_share, whole_batch
 from hypersphere.losses.registry import losses
 from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
-from hypersphere.losses.sharding import Compared, Shards, divided, local, mesh_for, whole
+from hypersphere.losses.sharding import Compared, Shards, divided, local, mesh_for
 from hypersphere.losses.spec import HeadSpec
+from hypersphere.neurons import whole
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
 """A margin: one number, one for each class, or a schedule over the training steps."""
@@ -317,8 +318,23 @@ class HeadState(nn.Module):
             places = torch.arange(spec.subcentres, device=rows.device)
             vectors = (rows.unsqueeze(1) * spec.subcentres + places).flatten()
         # The dense gradient by a plain addition of rows: that of an embedding may wait for the device.
-        weight = F.embedding(vectors, weight, sparse=True) if spec.sparse else weight.index_select(0, vectors)
+        weight = self._sparse_rows(weight, vectors) if spec.sparse else weight.index_select(0, vectors)
         return Compared(weight, columns, bias, class_weights, every, len(sampled))
+
+    def _sparse_rows(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Rows whose gradient is sparse.
+
+        A divided weight cannot have such a one: that of the rows of this process is its ``local_grad``, which
+        :class:`hypersphere.optim.RowSGD` and :class:`hypersphere.optim.RowAdamW` take.
+        """
+        if self.shards is not None and weight.requires_grad:
+            weight = weight.detach().requires_grad_()
+            weight.register_post_accumulate_grad_hook(self._keep_rows)
+        return F.embedding(rows, weight, sparse=True)
+
+    def _keep_rows(self, weight: Tensor) -> None:
+        kept, gradient = getattr(self.weight, "local_grad", None), weight.grad
+        self.weight.local_grad = gradient if kept is None else kept + gradient  # type: ignore[attr-defined]
 
     @property
     def imitates_caffe(self) -> bool:
@@ -407,6 +423,8 @@ class HeadState(nn.Module):
             Traceback (most recent call last):
             hypersphere.errors.ArgumentError: mesh needs processes: start them by torchrun, and call init_process_group
         """
+        if self.spec.sparse and self.subcentres > 1:
+            raise ArgumentError("mesh", "cannot take several sub-centres a class with sparse=True: leave that out")
         mesh = mesh_for(self, mesh)
         for name in self.class_rows:
             if getattr(self, name) is not None:

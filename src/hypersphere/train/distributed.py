@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere.errors import ArgumentError
 from hypersphere.losses import MarginSoftmax
-from hypersphere.losses.sharding import whole
 from hypersphere.metrics.processes import Group, is_agreed
+from hypersphere.neurons import is_sharded, whole
 from hypersphere.nn import Decoupled
 from hypersphere.optim import row_parameters
 from hypersphere.runs.device import pick_device
@@ -229,7 +229,7 @@ def sharded(objective: nn.Module, world: World) -> Any:
     if world.size == 1:
         return objective
     synchronise_statistics(objective)
-    divided = [name for name, tensor in _tensors(objective) if hasattr(tensor, "device_mesh")]
+    divided = [name for name, tensor in _tensors(objective) if is_sharded(tensor)]
     alone = {*divided, *row_parameters(objective)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, alone)
     with warnings.catch_warnings():

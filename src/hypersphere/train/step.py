@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hypersphere.data.preprocess import Preprocess
-from hypersphere.losses.sharding import by_kind, whole
+from hypersphere.losses.sharding import by_kind
+from hypersphere.neurons import whole
 from hypersphere.optim import gather_rows, row_parameters
 from hypersphere.recipe import Work
 from hypersphere.recipe.seeds import derive_seed

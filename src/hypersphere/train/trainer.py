@@ -16,8 +16,8 @@ from hypersphere.data.preprocess import Preprocess
 from hypersphere.errors import ArgumentError, HypersphereError
 from hypersphere.evaluate import Outputs
 from hypersphere.losses import MarginSoftmax
-from hypersphere.losses.sharding import whole
 from hypersphere.metrics.processes import agreed
+from hypersphere.neurons import whole
 from hypersphere.optim import row_parameters
 from hypersphere.recipe import Recipe, RecipeError, Training
 from hypersphere.runs import RunError, RunFolder, System, atomic_write, build, load_data
@@ -109,7 +109,12 @@ class Trainer:
         elif recipe.data.normalise != "none":
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
         head = head.to(self.device)
-        if divides_head(recipe.train.parallel.head, head.classes, self.world):
+        if self.world.size == 1:  # also where it is one of several processes that trains alone, to measure with
+            head.sync_statistics = False
+        asked = recipe.train.parallel.head
+        if asked == "shard" and head.spec.sparse:  # clipping and norms look at gradients of whole tensors
+            raise RecipeError("train.parallel.head must be 'replicate' with loss.sparse=true, got 'shard'")
+        if divides_head(asked, head.classes, self.world) and not head.spec.sparse:
             if recipe.train.precision == "fp16":
                 raise RecipeError("train.precision must be 'bf16' or 'fp32' with train.parallel.head=shard, got 'fp16'")
             head.shard(equal_batches=recipe.data.batch_size % self.world.size == 0)

@@ -14,8 +14,8 @@ from hypersphere.errors import check_count
 from hypersphere.geometry import normalise
 from hypersphere.losses.head import MarginSoftmax
 from hypersphere.losses.registry import losses
-from hypersphere.losses.sharding import whole
 from hypersphere.losses.state import MarginSize
+from hypersphere.neurons import whole
 
 
 @losses.register("cosface", aliases=("am-softmax", "additive-margin-softmax"))
