@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,28 +25,13 @@ OPTIONS = [
 
 
 def start(
-    processes: int, folder: Path, *options: str, elastic: tuple[str, ...] = ("--standalone",)
+    processes: int, folder: Path, *options: str, elastic: tuple[str, ...] = ("--standalone",), agent: bool = False
 ) -> subprocess.Popen:
-    """``hypersphere train`` on so many processes, in a group of its own."""
-    alone = [sys.executable, "-m", "hypersphere"]
-    several = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *elastic,
-        f"--nproc-per-node={processes}",
-        "-m",
-        "hypersphere",
-    ]
-    line = [
-        *(alone if processes == 1 else several),
-        "train",
-        "digits-arcface",
-        "--device",
-        "cpu",
-        "--folder",
-        str(folder),
-    ]
+    """``hypersphere train`` on so many processes, in a group of its own; one is started by an agent if asked for."""
+    line = [sys.executable]
+    if processes > 1 or agent:
+        line += ["-m", "torch.distributed.run", *elastic, f"--nproc-per-node={processes}"]
+    line += ["-m", "hypersphere", "train", "digits-arcface", "--device", "cpu", "--folder", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*line, *OPTIONS, *options], env=environment, start_new_session=True, **pipes)
@@ -107,6 +93,25 @@ def test_a_killed_process_brings_the_world_back(one, tmp_path):
     workers = [int(name) for name in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     os.kill(workers[-1], signal.SIGKILL)
     finish(run)
+    agree(folder, one)
+
+
+@pytest.mark.slow
+def test_what_is_left_goes_on_without_a_lost_agent(one, tmp_path, monkeypatch):
+    """Two agents on one host, of which the second is killed with its process."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    conditions = ("--rdzv-backend=c10d", place, "--rdzv-id=7", "--rdzv-conf=last_call_timeout=3,join_timeout=60")
+    folder = tmp_path / "run"
+    elastic = ("--nnodes=1:2", "--max-restarts=3", *conditions)
+    first, second = (start(1, folder, elastic=elastic, agent=True) for _ in range(2))
+    wait_for(folder / "checkpoints/step-00000010")
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate()
+    text = finish(first)
+    assert "2 processes share each batch" in text and "going on from step-" in text
     agree(folder, one)
 
 
