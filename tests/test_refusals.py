@@ -228,7 +228,7 @@ EVERY_MODEL += [
     o.to_peft,
 ]
 EVERY_MODEL += [hs.parameter_groups, hs.selection.layers, hs.selection.select, hs.energy.report, o.rotations, o.cached]
-EVERY_MODEL += [o.disabled, o.load_adapter_file]
+EVERY_MODEL += [o.disabled, o.load_adapter_file, hs.optim.row_parameters]
 FURTHER = {
     **{hs.nn.WeightProjection: (1,), hs.nn.recalibrate: ([IMAGES],), hs.nn.saturation: (IMAGES,)},
     **{
@@ -380,7 +380,7 @@ def test_groups_and_draws_that_are_refused_leave_what_there_was():
 
 def test_every_public_function_that_takes_a_model_is_walked():
     """A new one has to be added above, or here where it changes nothing."""
-    of_tensors = {"create", "decoupled", "operator", "factory", "orthogonality_error", "cayley_step"}
+    of_tensors = {"create", "decoupled", "operator", "factory", "orthogonality_error", "cayley_step", "gather_rows"}
     found = set()
     for package in (hs.nn, hs.orthogonal, hs.optim):
         found |= {getattr(package, key) for key in package.__all__ if inspect.isfunction(getattr(package, key))}

@@ -30,7 +30,7 @@ from hypersphere.train import DivergedError, Interrupted
 
 TINY = ["train.steps=4", "train.log_every=2", "train.tensorboard=false", "model.width=4", "data.batch_size=32"]
 COMMANDS = ["demo", "train", "resume", "evaluate", "report", "list", "data", "record", "docs"]
-COMMANDS += ["attack", "embed", "verify", "identify", "new", "reproduce", "compare"]
+COMMANDS += ["attack", "embed", "verify", "identify", "new", "reproduce", "compare", "plan"]
 
 
 @pytest.fixture(autouse=True)

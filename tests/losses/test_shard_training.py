@@ -278,6 +278,8 @@ def refusals():
     refused("shape", lambda: head(x[:, :3] if rank == 1 else x, labels))
     refused("type", lambda: head(x.double() if rank == 1 else x, labels))
     refused("soft", lambda: head(x, torch.full((2, 5), 0.2) if rank == 1 else labels))
+    refused("margin", lambda: hs.losses.ArcFace(4, 5, m=0.5 if rank else 0.4).shard())
+    refused("else", lambda: head.logits(x) if rank == 1 else head(x, labels))
     before = full(head.weight)
     assert head(x, labels).isfinite() and torch.equal(before, full(head.weight))
     return found
@@ -285,15 +287,90 @@ def refusals():
 
 def test_what_is_refused_on_one_process_is_refused_on_all():
     first, second = worlds(2).run(refusals)
-    assert (
-        first.keys()
-        == second.keys()
-        == {*("kind", "dimensions", "classes", "options", "twice", "labels", "shape", "type", "soft")}
-    )
-    assert first["labels"] == "features and labels of process 1 are refused: its own message says why"
+    every = {"kind", "dimensions", "classes", "options", "twice", "labels", "shape", "type", "soft", "margin", "else"}
+    assert first.keys() == second.keys() == every
+    assert first["labels"] == "labels must lie in [0, 5), got 7 in row 0, on process 1"
     assert second["labels"] == "labels must lie in [0, 5), got 7 in row 0"
-    assert "5 on process 0 and 6 on process 1" in first["classes"]
+    assert "5 on process 0 and 6 on process 1" in first["classes"] and "m=0.5" in first["margin"]
+    assert "with labels here and with no labels (logits or cosines) on process 1" in first["else"]
     assert "must have one dimension, got 2" in first["dimensions"]
+
+
+def given_and_taken():
+    plain, divided = hs.losses.ArcFace(4, 5), hs.losses.ArcFace(4, 5).shard()
+    expected = full(plain.weight) + dist.get_rank() * 0
+    dist.broadcast(expected, 0)
+    plain.load_state_dict({"weight": expected})
+    divided.load_state_dict(plain.state_dict())
+    taken = full(divided.weight)
+    plain.load_state_dict({"weight": torch.zeros(5, 4)})
+    plain.load_state_dict(divided.state_dict())
+    x = torch.randn(2, 4, requires_grad=dist.get_rank() == 0)  # a gradient is needed of one process alone
+    divided(x, torch.tensor([0, 1])).backward()
+    return expected, taken, plain.weight.detach(), f"process {dist.get_rank()} of 2" in repr(divided)
+
+
+def seeded_apart():
+    """Everything that a head has is that of process 0."""
+    torch.manual_seed(dist.get_rank())
+    weights = (1.0 + torch.rand(5)).tolist()
+    head = hs.losses.ArcFace(4, 5, rotation=nn.Linear(4, 4), class_weights=weights, m=(0.1 * torch.rand(5)).tolist())
+    whole = copy.deepcopy(head)
+    head.shard()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+    return head(x, torch.tensor([0, 1, 4])).detach(), whole(
+        torch.cat([x, x]), torch.tensor([0, 1, 4, 0, 1, 4])
+    ).detach()
+
+
+def test_processes_that_began_apart_have_the_head_of_the_first():
+    (first, expected), (second, other) = worlds(2).run(seeded_apart)
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(first, second) and not torch.allclose(other, expected)
+
+
+def odd():
+    """What strides and versions of tensors make hard."""
+    rank = dist.get_rank()
+    for dim in (1, 5):
+        head = hs.losses.ArcFace(dim, 7).shard()
+        for count in (1, 0):  # of one sample on the first process, and of none anywhere
+            x = (1.5 * torch.randn(3, dim))[: count * (rank == 0)].requires_grad_()
+            head(x, torch.zeros(len(x), dtype=torch.int64)).backward()
+    for name, options in (("arcface", {"weight_gradient": "raw"}), ("a-softmax", {"gradient": "caffe"})):
+        head = hs.losses.create(name, 6, 7, **options).shard()
+        x, labels = torch.randn(3, 6), torch.tensor([0, 1, 2])
+        (head(x, labels) + head(2 * x, labels)).backward()
+    single = hs.losses.create("a-softmax", 3, 1).shard()
+    single(torch.randn(0, 3, requires_grad=True), torch.zeros(0, dtype=torch.int64)).backward()
+    kind = torch.float32 if rank else torch.float64  # of soft labels
+    soft = hs.losses.ArcFace(6, 2).shard()(torch.randn(3, 6), torch.full((3, 2), 0.5, dtype=kind))
+    return full(single.weight).isfinite().all().item(), soft.item()
+
+
+def test_edges_of_batches_and_steps():
+    (first, soft), (second, other) = worlds(2).run(odd)
+    assert first and second and soft == other
+
+
+def twice():
+    head = hs.losses.CosFace(4, 5).shard()
+    x = torch.randn(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(head(x, torch.tensor([0, 1])), x, create_graph=True)
+    try:
+        slope.sum().backward()
+    except RuntimeError as error:
+        return "once_differentiable" in str(error)
+    return False
+
+
+def test_second_derivatives_are_refused():
+    assert worlds(2).run(twice) == [True, True]
+
+
+def test_whole_and_divided_heads_take_each_others_states():
+    for expected, taken, back, shown in worlds(2).run(given_and_taken):
+        assert torch.equal(expected, taken) and torch.equal(expected, back) and shown
 
 
 def made():

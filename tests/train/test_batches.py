@@ -111,9 +111,13 @@ def test_shares_make_up_the_whole_batch(kind, folder):
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
 
 
-def test_batch_must_divide_among_the_processes():
-    with pytest.raises(ArgumentError, match="batch_size must be a multiple of the 4 processes, got 6"):
-        ResidentBatches(split(), BatchOrder(23, 6, seed=1), CPU, World(0, 4))
+def test_a_batch_that_does_not_divide_is_shared_as_evenly_as_can_be():
+    order = BatchOrder(23, 6, seed=1)
+    parts = [ResidentBatches(split(), order, CPU, World(rank, 4)) for rank in range(4)]
+    labels = [part.load(*part.inputs(0))[1] for part in parts]
+    whole = ResidentBatches(split(), order, CPU, World())
+    assert [len(part) for part in labels] == [1, 2, 1, 2]
+    assert torch.equal(torch.cat(labels), whole.load(*whole.inputs(0))[1])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -209,7 +209,8 @@ def test_two_processes_give_the_metrics_of_one(tmp_path):
 def test_batch_size_must_divide_among_processes():
     assert World(1, 2).share(6) == slice(3, 6)
     with pytest.raises(ArgumentError, match="batch_size must be a multiple of the 2 processes, got 5"):
-        World(0, 2).share(5)
+        World(0, 2).share(5, even=True)
+    assert [World(rank, 3).share(5) for rank in range(3)] == [slice(0, 1), slice(1, 3), slice(3, 5)]
 
 
 class Poison(Callback):

@@ -20,7 +20,10 @@ COMMANDS = {
     "demo": ("train:demo", "Train softmax, A-Softmax and ArcFace on handwritten digits and compare them on one page."),
     "train": ("train:train", "Train a recipe. Started again after an interruption, it goes on where it was."),
     "resume": ("train:resume", "Continue an interrupted run from its last checkpoint."),
-    "evaluate": ("runs:evaluate_run", "Measure the last checkpoint of a run again and show its metrics."),
+    "evaluate": (
+        "runs:evaluate_run",
+        "Measure the last checkpoint of a run again and show its metrics; under torchrun the processes share the work.",
+    ),
     "report": ("runs:report_runs", "Write one page that shows a run, or several side by side."),
     "list": ("names:list_entries", "List what recipes can name, with the defaults and a line of help for each."),
     "new": (
@@ -30,6 +33,10 @@ COMMANDS = {
     "data": (
         "data:list_data",
         "List the data sets that are found, check them, and say where the missing ones come from.",
+    ),
+    "plan": (
+        "plan:plan",
+        "Say what a head of very many classes takes on each of several GPUs, and which ways to train it fit.",
     ),
     "record": ("results:record", "Write the results of finished runs, averaged over seeds, as rows for the docs."),
     "docs": (

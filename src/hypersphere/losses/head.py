@@ -324,7 +324,7 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
         with torch.no_grad():
             sizes = [len(units)] * shards.size
             if not self.equal_batches:
-                sizes = shards.all(torch.tensor(len(units), device=units.device)).tolist()
+                sizes = [size for size, _, _ in shards.met(self, units, "no labels (logits or cosines)")]
             every = class_cosines(shards.gathered(units, sizes), self.own_weight, self.subcentres, unit)
             return shards.of_all_classes(every).split(sizes)[shards.rank].contiguous()
 
@@ -440,6 +440,9 @@ class MarginSoftmax(HeadState, metaclass=HeadType):
             shown["class_weights"] = "given"
         if not self.weight.requires_grad and isinstance(self.weight, torch.nn.Parameter) and not self.rotates_classes:
             shown["frozen"] = True
+        if (shards := self.shards) is not None:
+            first, last = shards.classes
+            shown["own"] = f"{first}..{last - 1} (process {shards.rank} of {shards.size})"
         shown["path"] = repr(self.path)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 

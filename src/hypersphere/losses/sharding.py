@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hypersphere.errors import ArgumentError
+from hypersphere.geometry import at_least_float32
 from hypersphere.losses.streaming import Statistics
-from hypersphere.neurons import is_sharded
+from hypersphere.neurons import is_sharded, whole
 
 if TYPE_CHECKING:
     from hypersphere.losses.state import HeadState
@@ -216,34 +218,64 @@ class Shards:
 
     # ------------------------------------------------------------------------------------------------ checks
 
-    def agreed(self, head: HeadState, features: Any, labels: Any) -> list[int]:
-        """Sizes of the batches of all processes, after each has checked its own.
+    def agreed(self, head: HeadState, features: Any, labels: Any) -> tuple[list[int], bool]:
+        """Sizes of the batches of all processes, after each has checked its own, and whether any needs a gradient.
 
         Raises:
-            ArgumentError: On all processes, where one has something to refuse.
+            ArgumentError: On all processes, where one has something to refuse, or does something else.
         """
         refused: ArgumentError | None = None
         try:
             head.check(features, labels, head.takes_soft_labels and head.spec.soft_labels)
         except ArgumentError as error:
             refused = error
-        facts = [0, 1, 0, 0] if refused else [len(features), 0, labels.dim(), _TYPES.index(features.dtype)]
+        needs = refused is None and features.requires_grad and torch.is_grad_enabled()
+        found = self.met(
+            head, features, "nothing" if refused else "soft labels" if labels.dim() == 2 else "labels", needs
+        )
+        if any(kind == "nothing" for _, kind, _ in found):
+            why: list[Any] = [None] * self.size
+            dist.all_gather_object(why, refused and refused.args, group=self.group)
+            if refused is not None:
+                raise refused
+            rank = next(rank for rank, reason in enumerate(why) if reason)
+            raise ArgumentError(why[rank][0], f"{why[rank][1]}, on process {rank}")
+        return [size for size, _, _ in found], any(needs for _, _, needs in found)
+
+    def met(self, head: HeadState, features: Tensor, kind: str, needs: bool = False) -> list[tuple[int, str, bool]]:
+        """What all processes come with: the size of the batch, what is asked of it, whether it needs a gradient.
+
+        Raises:
+            ArgumentError: Where they ask for different things, or of features of different types.
+        """
+        given = kind != "nothing"
+        facts = [
+            len(features) if given else 0,
+            _KINDS.index(kind),
+            int(needs),
+            _TYPES.index(features.dtype) if given else 0,
+        ]
         device = "cpu" if head.weight.device.type == "cpu" else head.weight.device
         found = self.all(torch.tensor(facts, device=device)).tolist()
-        if refused is not None:
-            raise refused
-        for rank, (_, failed, kind, dtype) in enumerate(found):
-            if failed:
-                raise ArgumentError("features", f"and labels of process {rank} are refused: its own message says why")
-            if kind != facts[2]:
-                raise ArgumentError("labels", f"must be soft on all processes or on none, and differ on {rank}")
+        if any(_KINDS[row[1]] == "nothing" for row in found):
+            return [(size, _KINDS[place], bool(asked)) for size, place, asked, _ in found]
+        for rank, (_, place, _, dtype) in enumerate(found):
+            if _KINDS[place] != kind:
+                other = f"with {kind} here and with {_KINDS[place]} on process {rank}"
+                raise ArgumentError("features", f"must be given for the same on all processes, got them {other}")
             if dtype != facts[3]:
                 theirs = f"got {_TYPES[dtype]} on process {rank}"
                 raise ArgumentError("features", f"must have one type on all processes, {features.dtype} here, {theirs}")
-        return [size for size, *_ in found]
+        return [(size, _KINDS[place], bool(asked)) for size, place, asked, _ in found]
 
 
+_KINDS = ["nothing", "labels", "soft labels", "no labels (logits or cosines)"]
 _TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A copy from the begin of its memory on, with plain strides also of one row or column, as bytes need it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class _WholeBatch(torch.autograd.Function):
@@ -254,26 +286,31 @@ class _WholeBatch(torch.autograd.Function):
         if labels.is_floating_point():
             whole, targets = shards.gathered(features, sizes), shards.gathered(labels, sizes)
         else:  # in one exchange, as bytes
-            parts = [part.detach().contiguous().view(torch.uint8) for part in (features, labels.unsqueeze(1))]
+            parts = [_own_memory(part.detach()).view(torch.uint8) for part in (features, labels.unsqueeze(1))]
             both = shards.gathered(torch.cat(parts, 1), sizes)
-            widths = [part.shape[1] for part in parts]
-            left, right = (part.contiguous() for part in both.split(widths, 1))
+            left, right = map(_own_memory, both.split([part.shape[1] for part in parts], 1))
             whole, targets = left.view(features.dtype), right.view(labels.dtype).squeeze(1)
-        return whole, whole.clone(), targets
+        return whole, at_least_float32(whole).clone(), targets
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         features, _, ctx.shards, ctx.sizes = inputs
         ctx.dtype = features.dtype
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)  # what a member makes no use of is not sent
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
         same, part, _ = grads
-        own = shards.scattered(part, ctx.sizes)
-        own = own + same.split(list(ctx.sizes))[shards.rank]
-        return (own * shards.size).to(ctx.dtype), None, None, None
+        found = [] if part is None else [shards.scattered(part, ctx.sizes)]
+        if same is not None:
+            found.append(same.split(list(ctx.sizes))[shards.rank])
+        if not found:
+            return None, None, None, None
+        total = found[0] if len(found) == 1 else found[0] + found[1]
+        return (total * shards.size).to(ctx.dtype), None, None, None
 
 
 class _Entered(torch.autograd.Function):
@@ -288,6 +325,7 @@ class _Entered(torch.autograd.Function):
         ctx.shards = inputs[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = ctx.shards.sum(torch.cat([grad.flatten() for grad in grads]))
         parts = total.split([grad.numel() for grad in grads])
@@ -305,6 +343,7 @@ class _Sum(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
 
@@ -322,6 +361,7 @@ class _AllColumns(torch.autograd.Function):
         ctx.shards = inputs[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         start, stop = ctx.shards.classes
         return grads[0][:, start:stop], None
@@ -340,6 +380,7 @@ class _OwnLosses(torch.autograd.Function):
         ctx.count = len(losses)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         every = grads[0].new_zeros(ctx.count)
         every[ctx.own] = grads[0] / ctx.shards.size
@@ -358,6 +399,7 @@ class _Begun(torch.autograd.Function):
         ctx.shards = inputs[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
         return shards.scattered(grads[0], [len(grads[0]) // shards.size] * shards.size), None
@@ -409,7 +451,7 @@ def mesh_for(head: HeadState, mesh: Any) -> Any:
         "subcentres": head.subcentres,
         "type": str(head.weight.dtype),
         "device": kind,
-        "spec": repr(head.spec),
+        "options": repr(head),
         "sharded": Shards.of(head.weight) is not None,
     }
     _check_alike(words, mesh)
@@ -436,6 +478,33 @@ def divided(tensor: Tensor, mesh: Any) -> Tensor:
 
     found = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def send_first(head: HeadState, mesh: Any) -> None:
+    """Give all processes what the first has beside its classes: scales, rotations, running numbers, sizes by class."""
+    group = mesh.get_group()
+    for name, tensor in (*head.named_parameters(), *head.named_buffers()):
+        if name not in head.class_rows:
+            dist.broadcast(tensor.data, group_src=0, group=group)
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor divided as another one, or a divided one whole.
+
+    Example:
+        >>> like(torch.ones(2), torch.zeros(2))
+        tensor([1., 1.])
+    """
+    shards = Shards.of(other)
+    if shards is None:
+        return whole(tensor)
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - slow to import
+
+    mesh: Any = other.device_mesh  # type: ignore[attr-defined]
+    rows = tensor[slice(*shards.bounds())].to(other.device)
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    found: Tensor = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=stride)
+    return found
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -112,6 +112,8 @@ class HeadSpec:
             raise ArgumentError("gradient", f"'caffe' needs unit_weights=True, {_LOSSES}")
         if not self.unit_weights and self.weight_gradient == "raw":
             raise ArgumentError("weight_gradient", f"'raw' needs unit_weights=True, {_LOSSES}")
+        if not self.unit_weights and self.subcentres > 1 and not isinstance(self.psi, NoMargin):
+            raise ArgumentError("subcentres", f"above 1 with a margin needs unit_weights=True, {_LOSSES}")
         if not self.unit_weights and not isinstance(self.g, Cosine):
             raise ArgumentError("g", "needs unit_weights=True: other functions than the cosine act on directions")
         if not self.unit_weights and not self.negatives.plain:

@@ -20,9 +20,9 @@ from hypersphere.losses.processes import own_share, whole_batch
 from hypersphere.losses.registry import losses
 from hypersphere.losses.rotation import ClassRotation, make_rotation
 from hypersphere.losses.schedules import LambdaAnnealer, Ramp, Schedule
-from hypersphere.losses.sharding import Compared, Shards, divided, local, mesh_for
+from hypersphere.losses.sharding import Compared, Shards, divided, like, local, mesh_for, send_first
 from hypersphere.losses.spec import HeadSpec
-from hypersphere.neurons import whole
+from hypersphere.neurons import is_sharded, whole
 
 MarginSize: TypeAlias = float | list[float] | Tensor | Ramp | Schedule
 """A margin: one number, one for each class, or a schedule over the training steps."""
@@ -359,7 +359,7 @@ class HeadState(nn.Module):
             with torch.no_grad():
                 self.weight.copy_(normalise(self.weight))
         else:  # unseen by autograd: an earlier loss of the same step may still have to go backward
-            rows = local(self.weight.data)
+            rows = local(self.weight.detach()).data
             rows.copy_(normalise(rows))
 
     # -------------------------------------------------------------------------------------------- several processes
@@ -393,9 +393,22 @@ class HeadState(nn.Module):
             self.check(features, labels, self.takes_soft_labels and self.spec.soft_labels)
             sizes = [len(features)] * shards.size
         else:
-            sizes = shards.agreed(self, features, labels)
+            sizes, needed = shards.agreed(self, features, labels)
+            if needed and not features.requires_grad:  # all take part in the backward pass, or none
+                features = features.detach().requires_grad_()
+        if labels.dim() == 2:  # of whatever type on whichever process
+            labels = labels.to(at_least_float32(features).dtype)
         start = sum(sizes[: shards.rank])
         return *shards.batch(features, labels, sizes), slice(start, start + sizes[shards.rank])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # Of whole and divided heads alike.
+        for name in self.class_rows:
+            mine, given = getattr(self, name), state_dict.get(prefix + name)
+            if mine is None or given is None or is_sharded(mine) == is_sharded(given) or mine.shape != given.shape:
+                continue
+            state_dict = {**state_dict, prefix + name: like(given, mine)}
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def shard(self, mesh: Any = None, *, equal_batches: bool = False) -> Self:
         r"""Divide the classes among processes, each of which then keeps and trains ``C / P`` of them.
@@ -426,6 +439,7 @@ class HeadState(nn.Module):
         if self.spec.sparse and self.subcentres > 1:
             raise ArgumentError("mesh", "cannot take several sub-centres a class with sparse=True: leave that out")
         mesh = mesh_for(self, mesh)
+        send_first(self, mesh)
         for name in self.class_rows:
             if getattr(self, name) is not None:
                 setattr(self, name, divided(getattr(self, name), mesh))

@@ -145,18 +145,19 @@ def class_statistics(problem: ClassProblem, *, chunked: bool = False) -> Statist
 def _nothing(problem: ClassProblem) -> Statistics:
     """Of no classes at all, as a process may have them of a head with few; the gradients are zeros."""
     units, weight = problem.units, problem.weight
-    nothing = (units * 0).sum(1) + (weight * 0).sum().to(units.dtype) + problem.scale * 0
-    if problem.features is not None:
-        nothing = nothing + (problem.features * 0).sum(1).to(units.dtype)
+    # Each depends on what it depends on elsewhere, too: gradients are exchanged by all processes or by none.
+    target = (units * 0).sum(1) + (weight * 0).sum().to(units.dtype)
+    angle = None if problem.features is None else (problem.features * 0).sum(1).to(units.dtype) + (weight * 0).sum()
+    nothing = target + problem.scale * 0
     for added in (problem.offset, problem.bias):
         nothing = nothing if added is None else nothing + (added * 0).sum()
     softmax, empty = problem.rule.softmax, units.new_empty(0)
     return Statistics(
         nothing + (_logarithm(torch.zeros_like(problem.scale)) if softmax else 0.0),
         nothing if problem.total else empty,
-        nothing,
-        nothing if problem.has_lengths else empty,
-        empty if problem.features is None else nothing,
+        target,
+        target if problem.has_lengths else empty,
+        empty if angle is None else angle.to(units.dtype),
         torch.full_like(nothing.detach(), torch.finfo(units.dtype).min if softmax else 0.0),
     )
 

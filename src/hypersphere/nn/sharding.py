@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hypersphere.errors import ArgumentError
 from hypersphere.neurons import is_sharded, whole
+from hypersphere.selection import check_model
 
 TAKE_A_WHOLE_ONE = (
     "load its state (torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True) into one "
@@ -133,6 +134,7 @@ def settle(model: nn.Module) -> None:
     Example:
         >>> settle(nn.Linear(3, 4))
     """
+    check_model(model)
     for module in model.modules():
         if is_wrapped(module):
             module.reshard()  # type: ignore[operator]

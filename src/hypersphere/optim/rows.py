@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hypersphere.errors import ArgumentError, check_range
 from hypersphere.neurons import is_sharded
 from hypersphere.nn.sharding import local
+from hypersphere.selection import check_model
 
 
 class _RowOptimiser(Optimizer):
@@ -242,6 +243,7 @@ def row_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(row_parameters(nn.ModuleDict({"body": nn.Linear(4, 8), "head": head})))
         ['head.weight']
     """
+    check_model(module)
     sparse = [part for part in module.modules() if getattr(getattr(part, "spec", part), "sparse", False)]
     weights = {id(getattr(part, "weight", None)) for part in sparse}
     return {name: p for name, p in module.named_parameters() if id(p) in weights and p.requires_grad}

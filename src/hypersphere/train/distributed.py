@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from hypersphere.errors import ArgumentError
+from hypersphere.geometry import at_least_float32
 from hypersphere.losses import MarginSoftmax
 from hypersphere.metrics.processes import Group, is_agreed
 from hypersphere.neurons import is_sharded, whole
@@ -149,22 +150,28 @@ class _SumOverProcesses(torch.autograd.Function):
 
 def _synchronised_forward(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Batch normalisation with the mean and variance of the batches of all processes."""
-    if not layer.training:
+    if not layer.training and layer.running_mean is not None:
         return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps)
     axes = [axis for axis in range(x.dim()) if axis != 1]
     shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
-    values = x.float()
+    values = at_least_float32(x)
     here = values.new_full((1,), x.numel() // x.shape[1])  # not as many on every process
     *_, sums, count = _SumOverProcesses.apply(torch.cat([values.sum(axes), here])).tensor_split([0, x.shape[1]])
     mean = sums / count
     centred = values - mean.view(shape)
     variance = _SumOverProcesses.apply(centred.square().sum(axes)) / count
-    if layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None:
+    if (
+        layer.training
+        and layer.running_mean is not None
+        and layer.running_var is not None
+        and layer.num_batches_tracked is not None
+    ):
         with torch.no_grad():
             layer.num_batches_tracked += 1
             rate = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-            layer.running_mean.lerp_(mean, rate)
-            layer.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), rate)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), rate)
+            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), rate)
     result = centred * (variance + layer.eps).rsqrt().view(shape)
     if layer.affine:
         result = result * layer.weight.view(shape) + layer.bias.view(shape)
@@ -207,7 +214,7 @@ def divides_head(asked: str | None, classes: int, world: World) -> bool:
 @contextmanager
 def whole_head(head: MarginSoftmax) -> Iterator[None]:
     """Put all classes of a divided head on every process meanwhile: the main one measures alone."""
-    if head.shards is None:
+    if getattr(head, "shards", None) is None:  # a loss of two players has no classes
         yield
         return
     kept = {name: getattr(head, name) for name in head.class_rows if getattr(head, name) is not None}

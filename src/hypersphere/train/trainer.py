@@ -95,7 +95,7 @@ class Trainer:
     def _make_order(self) -> BatchOrder:
         batch_size = self.recipe.data.batch_size
         try:
-            self.world.share(batch_size, even=self.head.shards is None)
+            self.world.share(batch_size, even=getattr(self.head, "shards", None) is None)
             return BatchOrder(len(self.data.train), batch_size, self.recipe.seed)
         except ArgumentError as error:
             raise self.recipe.blame(error, "data") from error
@@ -108,17 +108,19 @@ class Trainer:
             preprocess.measure(data.train)
         elif recipe.data.normalise != "none":
             raise RecipeError(f"data.normalise must be 'none' for {recipe.data.name!r}, whose samples are no images")
-        head = head.to(self.device)
+        model, head, preprocess = model.to(self.device), head.to(self.device), preprocess.to(self.device)
         if self.world.size == 1:  # also where it is one of several processes that trains alone, to measure with
             head.sync_statistics = False
         asked = recipe.train.parallel.head
+        if not isinstance(head, MarginSoftmax):  # of two players, which has no classes
+            return model, head, preprocess
         if asked == "shard" and head.spec.sparse:  # clipping and norms look at gradients of whole tensors
             raise RecipeError("train.parallel.head must be 'replicate' with loss.sparse=true, got 'shard'")
         if divides_head(asked, head.classes, self.world) and not head.spec.sparse:
             if recipe.train.precision == "fp16":
                 raise RecipeError("train.precision must be 'bf16' or 'fp32' with train.parallel.head=shard, got 'fp16'")
             head.shard(equal_batches=recipe.data.batch_size % self.world.size == 0)
-        return model.to(self.device), head, preprocess.to(self.device)
+        return model, head, preprocess
 
     def _capture(self) -> bool:
         asked = self.recipe.train.capture
@@ -131,9 +133,9 @@ class Trainer:
     @property
     def division(self) -> str:
         """How the processes divide the work, and why, for people."""
-        size, classes = self.world.size, self.head.classes
+        size, classes = self.world.size, getattr(self.head, "classes", 0)
         asked = self.recipe.train.parallel.head
-        how = "its classes divided among them" if self.head.shards else "whole on each"
+        how = "its classes divided among them" if getattr(self.head, "shards", None) else "whole on each"
         limit = f"{classes:,} classes, divided from {SHARDED_FROM * size:,}"
         return f"{size} processes share each batch; the head: {how} ({limit if asked is None else 'as asked for'})"
 

@@ -157,6 +157,7 @@ class TripletLoss(MarginSoftmax):
 
     contract: ClassVar[Mapping[str, Any]] = {"logits": False, "target": False, "single": False}
 
+    takes_soft_labels = False
     shared_options = ()
     narrow_buffers = ("weight",)
     softmax_scale = False
