@@ -113,9 +113,10 @@ def test_shares_make_up_the_whole_batch(kind, folder):
 
 def test_a_batch_that_does_not_divide_is_shared_as_evenly_as_can_be():
     order = BatchOrder(23, 6, seed=1)
-    parts = [ResidentBatches(split(), order, CPU, World(rank, 4)) for rank in range(4)]
+    data = split()
+    parts = [ResidentBatches(data, order, CPU, World(rank, 4)) for rank in range(4)]
     labels = [part.load(*part.inputs(0))[1] for part in parts]
-    whole = ResidentBatches(split(), order, CPU, World())
+    whole = ResidentBatches(data, order, CPU, World())
     assert [len(part) for part in labels] == [1, 2, 1, 2]
     assert torch.equal(torch.cat(labels), whole.load(*whole.inputs(0))[1])
 
