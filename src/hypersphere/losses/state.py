@@ -643,7 +643,7 @@ def hashed(seed: Tensor, count: int) -> Tensor:
         True
     """
     bits = torch.arange(1, count + 1, device=seed.device) * -7046029254386353131 + seed
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # splitmix64
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # as splitmix64 begins
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     wide = torch.float32 if seed.device.type == "mps" else torch.float64
     return ((bits >> 11) & ((1 << 53) - 1)).to(wide) * 2.0**-53

@@ -213,7 +213,7 @@ def divides_head(asked: str | None, classes: int, world: World) -> bool:
 
 @contextmanager
 def whole_head(head: MarginSoftmax) -> Iterator[None]:
-    """Put all classes of a divided head on every process meanwhile: the main one measures alone."""
+    """Put all classes of a divided head on every process meanwhile: an evaluation reads them as those of any head."""
     if getattr(head, "shards", None) is None:  # a loss of two players has no classes
         yield
         return
